@@ -12,7 +12,7 @@ plain          [NB, BS, W] fp32, bf16 or fp16    L latent values, then R rope va
 fp8            [NB, BS, W] e4m3fn or e4m3fnuz,   the same, each stored as value / kv_scale
                or uint8 with `fp8_dtype`
 fp8_ds_mla     [NB, BS, 656] uint8               bytes 0..511: 512 fp8 latent values; 512..527: 4 fp32 scales, scale j
-                                                 for values 128j..128j+127; 528..655: 64 bf16 rope values (zero if R = 0)
+                                                 for values 128j..128j+127; 528..655: 64 bf16 rope values, 0 if R = 0
 =============  ================================  ==================================================================
 
 Indexer cache (D = index head dim):
@@ -36,7 +36,7 @@ from torch import Tensor
 FP8_MAX: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AMAX_FLOOR = 1e-4
-"""Smallest amax (indexer) or scale (656-byte rows) before rounding to a power of two, so that zeros get a finite scale."""
+"""Smallest amax (indexer) or scale (656-byte rows), so that a row of zeros gets a scale that is not 0."""
 
 DS_MLA_LATENT, DS_MLA_GROUP, DS_MLA_ROPE = 512, 128, 64
 DS_MLA_SCALES_AT = DS_MLA_LATENT
@@ -236,8 +236,9 @@ def pack_kv_cache(
     dtype: fp32, bf16, fp16 or an fp8 dtype for [NB, BS, L + R]; "fp8_ds_mla" for 656-byte rows, whose encoding is
     `fp8_dtype` (default e4m3fn). kv_scale is used by fp8 dtypes only.
     """
-    cache = empty_kv_cache(*kv_c.shape[:2], kv_c.shape[2], k_pe.shape[2], dtype, kv_c.device)
-    layout = kv_cache_layout(cache, kv_c.shape[2], k_pe.shape[2], fp8_dtype)
+    num_blocks, block_size, kv_lora_rank = kv_c.shape
+    cache = empty_kv_cache(num_blocks, block_size, kv_lora_rank, k_pe.shape[2], dtype, kv_c.device)
+    layout = kv_cache_layout(cache, kv_lora_rank, k_pe.shape[2], fp8_dtype)
     scale = torch.tensor(kv_scale, dtype=torch.float32, device=kv_c.device)
     return encode_kv_rows(kv_c, k_pe, layout, scale).view(cache.dtype)
 
@@ -256,7 +257,8 @@ def pack_index_cache(k: Tensor, dtype: torch.dtype, scale_format: str = "ue8m0")
     """An indexer cache holding k [NB, BS, D]; an fp8 dtype gives the uint8 [NB, BS, D + 4] layout."""
     if dtype not in FP8_MAX:
         return k.to(dtype).contiguous()
-    cache = empty_index_cache(*k.shape, dtype, k.device)
+    num_blocks, block_size, head_dim = k.shape
+    cache = empty_index_cache(num_blocks, block_size, head_dim, dtype, k.device)
     values, scales = index_cache_fields(cache)
     scale = index_scales(k, dtype, scale_format)
     values.copy_(quantize(k, scale.unsqueeze(-1), dtype).view(torch.uint8))

@@ -6,8 +6,8 @@ which it cannot run these arguments, judged from shapes, dtypes, strides, format
 
 Process-wide policy is read from the environment once, at import:
 
-SPARSE_MLA_OPS_BACKENDS            comma-separated order and allow-list of backends; what is not listed is never imported
-SPARSE_MLA_OPS_AITER_SPARSE_MLA    1 to ask for AITER's sparse MLA kernels, 0 (default) to leave them out
+SPARSE_MLA_OPS_BACKENDS          comma-separated order and allow-list of backends; what is not listed is never imported
+SPARSE_MLA_OPS_AITER_SPARSE_MLA  1 to ask for AITER's sparse MLA kernels, 0 (default) to leave them out
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BackendUnavailable(RuntimeError):
             head = f"{op}: backend {named!r} was asked for and cannot run this call; a named backend never falls back"
             advice = "change what the reason names, or leave the backend out to take the first that can"
         super().__init__(
-            "\n".join([head, *lines, f"What to do: {advice}. `sparse_mla_ops.explain` shows every reason."])
+            "\n".join([head, *lines, f"What to do: {advice}; sparse_mla_ops.explain(op, ...) shows every reason."])
         )
 
 
@@ -171,7 +171,7 @@ def pick(op: str, arguments: Sequence[Any], named: str | None = None) -> Callabl
     Raises BackendUnavailable with one reason per backend.
     """
     candidates, named = _candidates(named)
-    reasons = {}
+    reasons: dict[str, str] = {}
     for backend in candidates:
         reason = _refusal(backend, op, arguments, named=named is not None)
         if reason is None:

@@ -1,7 +1,7 @@
 """The operators: one file each, which holds the whole contract (docstring, checks, outputs, registration).
 
 Letters: T query rows, H local query heads, L kv_lora_rank, R rope dim, W = L + R, K top-k width, NB blocks, BS block
-size, N = NB·BS cache rows, S requests, MB blocks per request, I index heads, D index head dim, P rows of the rope table.
+size, N = NB·BS cache rows, S requests, MB blocks per request, I index heads, D index head dim, P rope table rows.
 
 What holds for every operator: integer tensors may be int32 or int64 and strided; addresses are computed in 64 bits;
 input strides are honoured; outputs are fresh and contiguous; nothing is read back to the host and no launch shape

@@ -54,7 +54,7 @@ def concat_and_cache_mla(
     Args:
         kv_c: [≥T, L] fp32, bf16 or fp16: the latent, after its norm. Rows beyond T are ignored.
         k_pe: [≥T, R], dtype of kv_c, already rotated; R may be 0.
-        kv_cache: [NB, BS, row], written in place. Layouts: `sparse_mla_ops.formats`. Blocks and rows may have any pitch.
+        kv_cache: [NB, BS, row], written in place. Layouts: `sparse_mla_ops.formats`. Any block and row pitch.
         slot_mapping: [T] int32 or int64, distinct; token t goes to kv_cache[slot // BS, slot % BS]. A slot below 0 or
             past the end (≥ NB·BS) writes nothing.
         kv_scale: one fp32 value, real = stored · kv_scale, for latent and rope part alike. None is 1; unused by

@@ -35,8 +35,8 @@ def sparse_attn_indexer(
         backend: run on this backend or fail; None takes the first that can.
 
     Returns:
-        token indices [T, k] int32, relative to the request, −1 filled, in no particular order; ties at the cut go to the
-        lowest index.
+        token indices [T, k] int32, relative to the request, −1 filled, in no particular order. At the cut, equal scores
+        go to the lowest index.
 
     Raises:
         ValueError: a wrong shape, dtype, device or cache layout. BackendUnavailable: no backend can run the call.

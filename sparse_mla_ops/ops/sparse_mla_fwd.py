@@ -114,12 +114,12 @@ def sparse_mla_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Multi-head latent attention of each query over its own selected rows of the cache.
 
-    Per row t and head h, over the valid j in indices[t]: s_j = softmax_scale · q · kv_j, out = Σ softmax(s)_j · kv_j[:L],
-    lse = ln Σ exp(s_j). There is no causal mask: the selection is the mask.
+    Per row t and head h, over the valid j in indices[t]: s_j = softmax_scale · q · kv_j, lse = ln Σ exp(s_j) and
+    out = Σ softmax(s)_j · kv_j[:L]. There is no causal mask: the selection is the mask.
 
     Args:
         q: [T, H, W], W = L + R: fp32, bf16, fp16, or fp8 (real = stored · q_scale).
-        kv_cache: [NB, BS, row]. Layouts: `sparse_mla_ops.formats`. Blocks and rows may have any pitch.
+        kv_cache: [NB, BS, row]. Layouts: `sparse_mla_ops.formats`. Any block and row pitch.
         indices: [T, K] int32 or int64 cache slots (block · BS + offset), K ≥ 1. Any negative value and any value
             ≥ NB·BS is a hole, anywhere in the row. Duplicates count twice. Or flat [nnz], see indptr.
         softmax_scale: of the model, (P + R)^-0.5 before absorption; not W^-0.5.

@@ -33,8 +33,8 @@ def top_k_per_row(logits: Tensor, row_starts: Tensor, row_ends: Tensor, k: int, 
         backend: run on this backend or fail; None takes the first that can.
 
     Returns:
-        indices [T, k] int32, relative to row_starts[t], in no particular order; −1 fills up rows that have fewer. At the
-        cut, equal logits go to the lowest index. NaN is never chosen; −inf inside the window may be.
+        indices [T, k] int32, relative to row_starts[t], in no particular order; −1 fills up rows that have fewer. At
+        the cut, equal logits go to the lowest index. NaN is never chosen; −inf inside the window may be.
 
     Raises:
         ValueError: a wrong shape, dtype or device. BackendUnavailable: no backend can run the call.
