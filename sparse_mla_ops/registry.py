@@ -176,9 +176,25 @@ def pick(op: str, arguments: Sequence[Any], named: str | None = None) -> Callabl
         reason = _refusal(backend, op, arguments, named=named is not None)
         if reason is None:
             _log_choice(op, backend.name, reasons)
+            if (choices := _recorder.get()) is not None:
+                choices[op] = backend.name
             return getattr(_load(backend.module), op)
         reasons[backend.name] = reason
     raise BackendUnavailable(op, reasons, named)
+
+
+_recorder: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("choices", default=None)
+
+
+@contextlib.contextmanager
+def record_choices() -> Iterator[dict[str, str]]:
+    """Within the block, fill the yielded dict with the backend that each operator runs on."""
+    choices: dict[str, str] = {}
+    token = _recorder.set(choices)
+    try:
+        yield choices
+    finally:
+        _recorder.reset(token)
 
 
 _logged: set[tuple[str, str]] = set()
