@@ -188,7 +188,7 @@ def test_quantised_logits_match_an_oracle_quantised_the_same_way(
     tiny_deepseek: ModelMaker, kv_dtype: torch.dtype | str, index_dtype: torch.dtype, layers: int, tolerance: float
 ):
     modeling = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
-    kv_scale = 0.02
+    kv_scale = 0.1
     model = tiny_deepseek(num_hidden_layers=layers, **sizes_for(kv_dtype))
     (prompt,) = make_prompts(80)
     unquantised = plain_logits(model, prompt)
@@ -203,7 +203,7 @@ def test_quantised_logits_match_an_oracle_quantised_the_same_way(
     )
     (actual,) = prefill_logits(model, [prompt])
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-    assert (expected - unquantised).abs().max() > 1e-2  # the oracle really quantises
+    assert (expected - unquantised).abs().max() > 0.5  # the oracle really quantises
 
 
 # ----------------------------------------------------------------------------------------------------------------------
