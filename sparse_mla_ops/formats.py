@@ -104,11 +104,11 @@ def kv_cache_layout(
         if kv_cache.dtype not in FLOAT_DTYPES:
             raise ValueError(f"kv_cache: expected fp32, bf16, fp16, an fp8 dtype or uint8, got {kv_cache.dtype}")
         encoding, kind = kv_cache.dtype, "plain"
-    elif kv_cache.dtype == torch.uint8 and width == DS_MLA_BYTES and kv_lora_rank + rope_dim != DS_MLA_BYTES:
+    elif kv_cache.dtype == torch.uint8 and width == DS_MLA_BYTES:
         if kv_lora_rank != DS_MLA_LATENT or rope_dim not in (0, DS_MLA_ROPE):
             raise ValueError(
                 f"kv_cache: rows of {DS_MLA_BYTES} bytes hold a latent of {DS_MLA_LATENT} and a rope part of "
-                f"{DS_MLA_ROPE} or 0, got L={kv_lora_rank}, R={rope_dim}; use a cache [NB, BS, L + R]"
+                f"{DS_MLA_ROPE} or 0, got L={kv_lora_rank}, R={rope_dim}; use a cache [NB, BS, L + R] of an fp8 dtype"
             )
         return KVLayout("fp8_ds_mla", encoding, kv_lora_rank, rope_dim)
     else:
@@ -124,15 +124,15 @@ def kv_cache_layout(
 def index_cache_layout(index_cache: Tensor, fp8_dtype: torch.dtype | None = None) -> IndexLayout:
     """The layout of an indexer cache: [NB, BS, D] unquantised, or [NB, BS, D + 4] uint8."""
     encoding = fp8_encoding("index_cache", index_cache, fp8_dtype)
-    if index_cache.dtype == torch.uint8:
-        assert encoding is not None  # for the type checker: uint8 always has an encoding
-        return IndexLayout(encoding, index_cache.shape[-1] - INDEX_SCALE_BYTES)
+    head_dim = index_cache.shape[-1] - (INDEX_SCALE_BYTES if index_cache.dtype == torch.uint8 else 0)
+    if encoding is not None and index_cache.dtype == torch.uint8 and head_dim > 0:
+        return IndexLayout(encoding, head_dim)
     if index_cache.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"index_cache: expected fp32, bf16 or fp16 [NB, BS, D], or uint8 [NB, BS, D + 4] for fp8 keys, "
             f"got {index_cache.dtype} {tuple(index_cache.shape)}"
         )
-    return IndexLayout(index_cache.dtype, index_cache.shape[-1])
+    return IndexLayout(index_cache.dtype, head_dim)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,13 +163,20 @@ def round_up_to_power_of_two(x: Tensor) -> Tensor:
     return ((x.float().view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
 
 
+def _amax(x: Tensor) -> Tensor:
+    """Largest magnitude along the last dimension, in fp32. NaN does not count: it is stored as NaN under any scale.
+    Infinity counts as the largest finite value, so that it saturates and leaves the scale finite."""
+    magnitude = x.float().abs()
+    return torch.where(magnitude.isnan(), 0.0, magnitude).amax(-1).clamp(max=torch.finfo(torch.float32).max)
+
+
 def ds_mla_scales(latent: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales of 656-byte rows: [..., 512] → [..., 4] fp32, 2^ceil(log2(max(amax / 448, 1e-4))) per group of 128.
 
     The form of FlashMLA's quantiser and of vLLM's fused writer. e4m3fnuz divides by 240 instead of 448.
     """
-    groups = latent.float().unflatten(-1, (-1, DS_MLA_GROUP))
-    return round_up_to_power_of_two((groups.abs().amax(-1) / FP8_MAX[dtype]).clamp(min=AMAX_FLOOR))
+    amax = _amax(latent.unflatten(-1, (-1, DS_MLA_GROUP)))
+    return round_up_to_power_of_two((amax / FP8_MAX[dtype]).clamp(min=AMAX_FLOOR))
 
 
 def index_scales(x: Tensor, dtype: torch.dtype, scale_format: str) -> Tensor:
@@ -177,7 +184,7 @@ def index_scales(x: Tensor, dtype: torch.dtype, scale_format: str) -> Tensor:
 
     "ue8m0" rounds it up to a power of two; "fp32" keeps it.
     """
-    scale = x.float().abs().amax(-1).clamp(min=AMAX_FLOOR) / FP8_MAX[dtype]
+    scale = _amax(x).clamp(min=AMAX_FLOOR) / FP8_MAX[dtype]
     return round_up_to_power_of_two(scale) if scale_format == "ue8m0" else scale
 
 

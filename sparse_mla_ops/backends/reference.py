@@ -23,6 +23,11 @@ def _chunks(rows: int, elements_per_row: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
+def _scalar(scale: Tensor | None) -> Tensor | None:
+    """A one-element scale of any shape as one that broadcasts against everything."""
+    return None if scale is None else scale.reshape(())
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Paged rows. A slot is an address block · BS + offset; anything outside 0 … N − 1 is a hole.
 
@@ -58,7 +63,9 @@ def _request_slots(block_table: Tensor, request: Tensor, token: Tensor, block_si
     if requests == 0 or blocks_per_request == 0:
         return torch.full_like(token, -1)
     block = block_table[torch.where(valid, request, 0), torch.where(valid, column, 0)].long()
-    return torch.where(valid & (block >= 0), block * block_size + token % block_size, -1)
+    # An id so large that its product wraps is out of range too.
+    valid &= (block >= 0) & (block < torch.iinfo(torch.int64).max // block_size)
+    return torch.where(valid, block * block_size + token % block_size, -1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ def concat_mla_q(
     out: Tensor, q_nope: Tensor, q_pe: Tensor, q_scale: Tensor | None, q_dtype: torch.dtype | None
 ) -> None:
     q = torch.cat((q_nope, q_pe), dim=-1)
-    out.copy_(formats.quantize(q, q_scale, out.dtype) if out.dtype in formats.FP8_MAX else q)
+    out.copy_(formats.quantize(q, _scalar(q_scale), out.dtype) if out.dtype in formats.FP8_MAX else q)
 
 
 def concat_and_cache_mla(
@@ -101,7 +108,7 @@ def concat_and_cache_mla(
 ) -> None:
     tokens = len(slot_mapping)
     layout = formats.kv_cache_layout(kv_cache, kv_c.shape[1], k_pe.shape[1], fp8_dtype)
-    rows = formats.encode_kv_rows(kv_c[:tokens], k_pe[:tokens], layout, kv_scale)
+    rows = formats.encode_kv_rows(kv_c[:tokens], k_pe[:tokens], layout, _scalar(kv_scale))
     _write_rows(kv_cache.view(torch.uint8), rows, slot_mapping)
 
 
@@ -159,13 +166,13 @@ def sparse_mla_fwd(
     layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, q.shape[2] - kv_lora_rank, fp8_dtype)
     selected = _selected_slots(indices, indptr, max_topk, topk_length)
     if q.dtype in formats.FP8_MAX:
-        q = formats.dequantize(q, q_scale)
+        q = formats.dequantize(q, _scalar(q_scale))
     elif dot_precision == "fp8":
         q = _quantized_query(q.float(), layout.dtype)
     cache_bytes = kv_cache.view(torch.uint8)
     for rows in _chunks(len(q), selected.shape[1] * (q.shape[2] + q.shape[1])):
         valid, block, offset = _split(selected[rows], kv_cache)
-        kv = formats.decode_kv_rows(cache_bytes[block, offset], layout, kv_scale)
+        kv = formats.decode_kv_rows(cache_bytes[block, offset], layout, _scalar(kv_scale))
         # A hole's row is read (from slot 0) but must not count, also if it holds NaN: 0 · NaN is NaN.
         kv = torch.where(valid.unsqueeze(-1), kv, 0.0)
         scores = torch.einsum("thw,tkw->thk", q[rows].float(), kv) * softmax_scale
@@ -258,7 +265,7 @@ def gather_indexer_k_cache(
     fp8_dtype: torch.dtype | None,
 ) -> None:
     row = torch.arange(rows, device=index_cache.device)
-    ends = cu_seq_lens[1:].long()
+    ends = cu_seq_lens[1:].long().contiguous()
     request = torch.searchsorted(ends, row, right=True)  # == S for rows past the last sequence, which is out of range
     token = row - cu_seq_lens.long()[request.clamp(max=len(cu_seq_lens) - 1)]
     slots = _request_slots(block_table, request, token, index_cache.shape[1])
