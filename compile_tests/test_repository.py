@@ -56,6 +56,10 @@ def test_example_passes_its_own_check():
     assert "check passed" in run_python("examples/generate.py", "--check", "--device", "cpu")
 
 
+def test_wrapped_layers_of_ones_own_match_their_dense_form():
+    assert run_python("examples/wrap_my_layer.py").count("relative error") == 2
+
+
 @pytest.mark.parametrize("flags", [["--kv-dtype", "fp8", "--index-dtype", "fp8"], ["--kv-dtype", "bf16", "--split"]])
 def test_example_runs_quantised_and_eager(flags: list[str]):
     pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -1,9 +1,13 @@
-"""One MLA layer on paged caches: the layer's own projections and norms around the operators of this package."""
+"""One MLA layer on paged caches: the layer's own projections and norms around the operators of this package.
+
+`MLASpec` is the protocol: whoever can fill it in has a layer that `FusedSparseMLA` runs. `fuse_model` fills it in for
+the model families that it knows; `examples/wrap_my_layer.py` does so for a layer of one's own.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +18,10 @@ from sparse_mla_ops.nn.step import StepInputs
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """The parts of an indexer. Modules are used as they are; letters as in `sparse_mla_ops.ops`."""
+    """The parts of an indexer. Modules are used as they are; letters as in `sparse_mla_ops.ops`.
+
+    The first R values of queries and keys are rotated, R being the width of the layer's rope table.
+    """
 
     wq_b: nn.Module
     """normed q_c [T, q_lora_rank] → [T, I·D]"""
@@ -33,28 +40,72 @@ class IndexerSpec:
 
 @dataclass(frozen=True)
 class MLASpec:
-    """The parts of an MLA layer. Modules are used as they are; letters as in `sparse_mla_ops.ops`."""
+    """The parts of an MLA layer. Modules are used as they are.
 
-    q_a_proj: nn.Module
-    """hidden [T, hidden] → [T, q_lora_rank]"""
-    q_a_layernorm: nn.Module
+    Letters as in `sparse_mla_ops.ops`; P and V are the widths of a head's query without position and of its value.
+    """
+
     q_b_proj: nn.Module
     """normed q_c → [T, H·(P + R)], per head P values without position, then R with"""
     kv_a_proj_with_mqa: nn.Module
     """hidden → [T, L + R]"""
     kv_a_layernorm: nn.Module
     kv_b_proj: nn.Linear
-    """Its weight [H·(P + V), L] is read, never called: W_UK and W_UV are views of it."""
+    """Its weight [H·(P + V), L] is read, never called: W_UK and W_UV are views of it. No bias."""
     o_proj: nn.Module
     """[T, H·V] → hidden"""
     num_heads: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
+    """R; 0 for a layer without rope, whose rope table is then [P, 0]."""
     v_head_dim: int
     kv_lora_rank: int
     softmax_scale: float
+    """Of the layer before absorption, (P + R)^-0.5 in the released models."""
     is_neox: bool
-    indexer: IndexerSpec
+    indexer: IndexerSpec | None = None
+    """None: the layer attends to token indices that are given to it (top-k shared between layers)."""
+    q_a_proj: nn.Module | None = None
+    """hidden → [T, q_lora_rank]; None: q_b_proj and the indexer take the hidden states themselves."""
+    q_a_layernorm: nn.Module | None = None
+    """None: q_c is not normed."""
+    attn_sink: Tensor | None = None
+    """[H] fp32 logits, natural log, of a sink that takes part of the attention."""
+
+    def check(self) -> None:
+        """Raise ValueError where parts are missing or do not fit each other."""
+        optional = ("indexer", "q_a_proj", "q_a_layernorm", "attn_sink")
+        _check_parts("MLASpec", self, optional)
+        if self.indexer is not None:
+            _check_parts("IndexerSpec", self.indexer, ())
+            if self.indexer.head_dim < self.qk_rope_head_dim:
+                raise ValueError(
+                    f"IndexerSpec.head_dim: expected at least R={self.qk_rope_head_dim}, the values of a head that are "
+                    f"rotated, got {self.indexer.head_dim}"
+                )
+        weight = getattr(self.kv_b_proj, "weight", None)
+        shape = (self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)
+        if not isinstance(weight, Tensor) or weight.dtype not in formats.FLOAT_DTYPES or tuple(weight.shape) != shape:
+            got = f"{tuple(weight.shape)} {weight.dtype}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(
+                f"MLASpec.kv_b_proj: expected a weight [H·(P + V), L] = {shape} of fp32, bf16 or fp16, got {got}; "
+                "it is absorbed into queries and outputs, so a quantised one must be dequantised before"
+            )
+        if getattr(self.kv_b_proj, "bias", None) is not None:
+            raise ValueError("MLASpec.kv_b_proj: expected no bias, got one; absorption has no place for it")
+        if self.attn_sink is not None and (
+            tuple(self.attn_sink.shape) != (self.num_heads,) or self.attn_sink.dtype != torch.float32
+        ):
+            raise ValueError(
+                f"MLASpec.attn_sink: expected [H] = ({self.num_heads},) float32, "
+                f"got {tuple(self.attn_sink.shape)} {self.attn_sink.dtype}"
+            )
+
+
+def _check_parts(owner: str, spec: MLASpec | IndexerSpec, optional: tuple[str, ...]) -> None:
+    missing = [f.name for f in fields(spec) if f.name not in optional and getattr(spec, f.name) is None]
+    if missing:
+        raise ValueError(f"{owner}: expected every part of the layer, got None for {', '.join(missing)}")
 
 
 @dataclass(frozen=True)
@@ -113,10 +164,11 @@ class SparseIndexer(nn.Module):
         """hidden [T, hidden], q_c [T, q_lora_rank] → token indices [T, topk] int32, relative to the request."""
         rope_dim = self.cos_sin_cache.shape[1]
         k = self.k_norm(self.wk(hidden))
-        # The operator rotates queries and keys together; here the single key head is all there is to rotate.
-        k_pe = k[:, :rope_dim]
-        _, k_pe = ops.rotary_embedding(k_pe.unsqueeze(1), k_pe, step.positions, self.cos_sin_cache, self.is_neox)
-        k = torch.cat((k_pe, k[:, rope_dim:]), dim=-1)
+        if rope_dim:
+            # The operator rotates queries and keys together; here the single key head is all there is to rotate.
+            k_pe = k[:, :rope_dim]
+            _, k_pe = ops.rotary_embedding(k_pe.unsqueeze(1), k_pe, step.positions, self.cos_sin_cache, self.is_neox)
+            k = torch.cat((k_pe, k[:, rope_dim:]), dim=-1)
         ops.indexer_k_quant_and_cache(k, self.index_cache, step.slot_mapping, fp8_dtype=self.fp8_dtype)
 
         q, weights = ops.indexer_q_rope_quant(
@@ -149,13 +201,14 @@ class FusedSparseMLA(nn.Module):
     joins the query and writes the cache of the whole batch; without, three operators do so in steps. Results are equal
     bit for bit. The query leaves the layer's own dtype only if `q_dtype` says so.
 
-    Fuse after moving or casting the model: `.to(dtype)` would cast the caches and scales as well.
+    Build it after moving or casting the layer: `.to(dtype)` would cast the caches and scales as well.
     """
 
     kv_cache: Tensor
     kv_scale: Tensor
     q_scale: Tensor
     cos_sin_cache: Tensor
+    attn_sink: Tensor | None
 
     def __init__(
         self,
@@ -171,13 +224,14 @@ class FusedSparseMLA(nn.Module):
         Args:
             spec: the layer's parts.
             cache: the caches to create, on the device of cos_sin_cache.
-            cos_sin_cache: [P, R] fp32 rope table, P ≥ cache.max_len.
-            q_dtype: dtype of the finished query: None (as computed), or an fp8 dtype where the attention backend takes
-                it.
+            cos_sin_cache: [P, R] fp32 rope table, P ≥ cache.max_len; [P, 0] for a layer without rope.
+            q_dtype: dtype of the finished query: None (as computed), or an fp8 dtype where the attention backend
+                takes it.
             q_scale: divisor of an fp8 query.
             fused: one operator for rotation, concatenation and cache write, or three.
         """
         super().__init__()
+        spec.check()
         if cos_sin_cache.shape[0] < cache.max_len or cos_sin_cache.shape[1] != spec.qk_rope_head_dim:
             raise ValueError(
                 f"cos_sin_cache: expected [P, R] with P ≥ max_len={cache.max_len} and R={spec.qk_rope_head_dim}, "
@@ -203,14 +257,34 @@ class FusedSparseMLA(nn.Module):
         self.register_buffer("kv_scale", torch.tensor([cache.kv_scale], device=device), persistent=False)
         self.register_buffer("q_scale", torch.tensor([q_scale], device=device), persistent=False)
         self.register_buffer("cos_sin_cache", cos_sin_cache, persistent=False)
-        self.indexer = SparseIndexer(spec.indexer, cache, cos_sin_cache)
+        if isinstance(spec.attn_sink, nn.Parameter):
+            self.attn_sink = spec.attn_sink
+        else:
+            self.register_buffer("attn_sink", spec.attn_sink, persistent=False)
+        self.indexer = None if spec.indexer is None else SparseIndexer(spec.indexer, cache, cos_sin_cache)
 
-    def attend(self, hidden: Tensor, step: StepInputs, phase: str) -> tuple[Tensor, Tensor]:
-        """hidden [T, hidden] → (output [T, hidden], token indices [T, topk]).
+    def forward(
+        self,
+        hidden_states: Tensor,
+        step_inputs: StepInputs,
+        phase: str = "prefill",
+        token_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One step.
 
-        phase: "decode" if every row is a decode or speculative row, else "prefill"; see `sparse_mla_fwd`.
+        Args:
+            hidden_states: [..., hidden] with T rows in all.
+            step_inputs: of these rows.
+            phase: "decode" if every row is a decode or speculative row, else "prefill"; see `sparse_mla_fwd`.
+            token_indices: [T, K], for a layer without an indexer: what another layer returned.
+
+        Returns:
+            The output, shaped as hidden_states, and the token indices [T, K] int32 that were attended to.
         """
-        q_c = self.q_a_layernorm(self.q_a_proj(hidden))
+        hidden = hidden_states.flatten(0, -2)
+        q_c = hidden if self.q_a_proj is None else self.q_a_proj(hidden)
+        if self.q_a_layernorm is not None:
+            q_c = self.q_a_layernorm(q_c)
         q_nope, q_pe = (
             self.q_b_proj(q_c)
             .unflatten(-1, (self.num_heads, -1))
@@ -222,11 +296,14 @@ class FusedSparseMLA(nn.Module):
             (self.qk_nope_head_dim, self.v_head_dim), dim=1
         )
         q_nope = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-        q = self.write_and_finish_query(q_nope, q_pe, kv_c, k_pe, step)
+        q = self._write_and_finish_query(q_nope, q_pe, kv_c, k_pe, step_inputs)
 
-        token_indices = self.indexer(hidden, q_c, step)
+        if self.indexer is not None:
+            token_indices = self.indexer(hidden, q_c, step_inputs)
+        elif token_indices is None:
+            raise ValueError("token_indices: this layer has no indexer; pass the indices of the layer before, got None")
         indices = ops.convert_req_index_to_global_index(
-            step.req_id, step.block_table, token_indices, self.cache_spec.block_size
+            step_inputs.req_id, step_inputs.block_table, token_indices, self.cache_spec.block_size
         )
         latent, _ = ops.sparse_mla_fwd(
             q,
@@ -236,12 +313,13 @@ class FusedSparseMLA(nn.Module):
             self.kv_lora_rank,
             q_scale=self.q_scale,
             kv_scale=self.kv_scale,
+            attn_sink=self.attn_sink,
             phase=phase,
         )
         values = torch.bmm(latent.to(hidden.dtype).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        return self.o_proj(values.flatten(1)), token_indices
+        return self.o_proj(values.flatten(1)).view(hidden_states.shape), token_indices
 
-    def write_and_finish_query(
+    def _write_and_finish_query(
         self, q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, step: StepInputs
     ) -> Tensor:
         """Rotate, write the KV row of every token, and return the query [T, H, L + R] in q_dtype."""
@@ -263,8 +341,3 @@ class FusedSparseMLA(nn.Module):
         q_pe, k_pe = ops.rotary_embedding(q_pe, k_pe, step.positions, self.cos_sin_cache, self.is_neox)
         ops.concat_and_cache_mla(kv_c, k_pe, self.kv_cache, step.slot_mapping, kv_scale=self.kv_scale)
         return ops.concat_mla_q(q_nope, q_pe, q_scale=self.q_scale, q_dtype=self.q_dtype)
-
-    def forward(self, hidden_states: Tensor, step_inputs: StepInputs, phase: str = "prefill") -> tuple[Tensor, Tensor]:
-        """hidden_states [..., hidden] with T rows in all → the same shape, and token indices [T, topk]."""
-        out, token_indices = self.attend(hidden_states.flatten(0, -2), step_inputs, phase)
-        return out.view(hidden_states.shape), token_indices

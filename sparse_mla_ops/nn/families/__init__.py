@@ -1,8 +1,8 @@
-"""What this package must know of each model family: names and facts, nothing else. One file per family.
+"""What this package must know of each model family: names and facts, nothing else. One file per family."""
 
-A family module has MODEL_TYPE (of the config), ATTENTION (name of the attention class) and `mla_spec(attention)`.
-"""
+from sparse_mla_ops.nn.families import deepseek_v32, glm_moe_dsa
+from sparse_mla_ops.nn.families.family import Family
 
-from sparse_mla_ops.nn.families import deepseek_v32
+FAMILIES: tuple[Family, ...] = (deepseek_v32.FAMILY, glm_moe_dsa.FAMILY)
 
-FAMILIES = (deepseek_v32,)
+__all__ = ["FAMILIES", "Family"]
