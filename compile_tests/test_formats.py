@@ -609,7 +609,17 @@ def test_kv_cache_layout_of_a_known_row(dtype, width, fp8_dtype, rank, rope, kin
         (torch.int8, 576, 512, 64, ["bf16", "fp8", "int8"]),
         (torch.float8_e5m2, 576, 512, 64, ["bf16", "fp8", "float8_e5m2"]),
     ],
-    ids=["660_bytes", "rope_not_said", "bf16_656", "fp8_656", "ds_mla_R32", "ds_mla_L256", "ds_mla_L592", "int8", "e5m2"],
+    ids=[
+        "660_bytes",
+        "rope_not_said",
+        "bf16_656",
+        "fp8_656",
+        "ds_mla_R32",
+        "ds_mla_L256",
+        "ds_mla_L592",
+        "int8",
+        "e5m2",
+    ],
 )
 def test_kv_cache_layout_refuses_what_it_does_not_know(dtype, width, rank, rope, says):
     with pytest.raises(ValueError, match=r"^kv_cache: ") as error:

@@ -5,7 +5,8 @@ size, N = NB·BS cache rows, S requests, MB blocks per request, I index heads, D
 
 What holds for every operator: integer tensors may be int32 or int64 and strided; addresses are computed in 64 bits;
 input strides are honoured; outputs are fresh and contiguous; nothing is read back to the host and no launch shape
-depends on data, so a call can be captured in a graph; the same call gives the same bits; there is no backward.
+depends on data, so a call can be captured in a graph; the same call gives the same bits. There is no backward: one
+that reaches an operator gets autograd's warning and no gradient.
 """
 
 from sparse_mla_ops.ops.concat_and_cache_mla import concat_and_cache_mla

@@ -89,6 +89,11 @@ def check_cache_strides(name: str, cache: Tensor) -> None:
     check_shape(name, cache, "NB BS row", None, None, None)
     check_positive(f"{name} blocks NB", cache.shape[0])
     check_positive(f"{name} block size BS", cache.shape[1])
+    if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride())):
+        raise ValueError(
+            f"{name}: expected a place for every row, got strides {cache.stride()}: an expanded tensor repeats one; "
+            "allocate the cache in full"
+        )
     if cache.stride(2) != 1:
         raise ValueError(
             f"{name}: expected rows with stride 1 in the last dimension, got strides {cache.stride()}; "

@@ -59,12 +59,9 @@ def register_op(*, rows: str, mutates_args: tuple[str, ...] = ()) -> Callable[[C
             if (count if isinstance(count, int) else count.shape[0]) == 0:
                 return outputs
             run = registry.pick(name, arguments, backend)
-            if outputs is None:
-                run(*arguments)
-            elif isinstance(outputs, tuple):
-                run(*outputs, *arguments)
-            else:
-                run(outputs, *arguments)
+            filled = () if outputs is None else outputs if isinstance(outputs, tuple) else (outputs,)
+            with torch.no_grad():  # there is no backward: a backend made of torch operations must not record one
+                run(*filled, *arguments)
             return outputs
 
         _LIBRARY.define(name + torch.library.infer_schema(contract, mutates_args=mutates_args))

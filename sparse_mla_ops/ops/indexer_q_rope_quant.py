@@ -7,6 +7,7 @@ from sparse_mla_ops.ops._checks import (
     FLOATS,
     INTEGERS,
     check_dtype,
+    check_positive,
     check_rope_table,
     check_same_device,
     check_shape,
@@ -19,6 +20,8 @@ def _check(q: Tensor, positions: Tensor, cos_sin_cache: Tensor, weights: Tensor,
     check_same_device(q=q, positions=positions, cos_sin_cache=cos_sin_cache, weights=weights)
     check_shape("q", q, "T I D", None, None, None)
     check_dtype("q", q, *FLOATS)
+    check_positive("q heads I", q.shape[1])
+    check_positive("q head dim D", q.shape[2])
     check_shape("positions", positions, "T", q.shape[0])
     check_dtype("positions", positions, *INTEGERS)
     check_rope_table(cos_sin_cache)

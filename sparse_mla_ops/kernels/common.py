@@ -1,0 +1,50 @@
+"""Device functions that several kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Layouts of a KV cache row, as constexpr arguments of kernels (formats.KVLayout.kind).
+PLAIN = tl.constexpr(0)
+FP8 = tl.constexpr(1)
+DS_MLA = tl.constexpr(2)
+
+# The 656-byte row: 512 fp8 values in groups of 128, 4 fp32 scales, 64 bf16 rope values.
+DS_MLA_GROUPS = tl.constexpr(4)
+DS_MLA_GROUP = tl.constexpr(128)
+DS_MLA_SCALES_AT = tl.constexpr(512)
+DS_MLA_ROPE_AT = tl.constexpr(528)
+AMAX_FLOOR = tl.constexpr(1e-4)
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def row_offset(slot, block_size, stride_block, stride_row):
+    """Elements from the start of a cache to the row of `slot`; in 64 bits, blocks and rows at any pitch."""
+    slot = slot.to(tl.int64)
+    block = slot // block_size
+    return block * stride_block + (slot - block * block_size) * stride_row
+
+
+@triton.jit
+def to_fp8(x, dtype: tl.constexpr, fp8_max: tl.constexpr):
+    """fp32 → fp8, saturating, round to nearest even; NaN stays NaN."""
+    x = tl.maximum(x, -fp8_max, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, fp8_max, propagate_nan=tl.PropagateNan.ALL)
+    if fp8_max == 240.0:  # e4m3fnuz has no −0: its pattern is NaN. At half the smallest subnormal, ties go to zero.
+        x = tl.where(tl.abs(x) <= 0.00048828125, 0.0, x)
+    return x.to(dtype)
+
+
+@triton.jit
+def round_up_to_power_of_two(x):
+    """2^ceil(log2(x)) of a positive normal fp32: a mantissa that is not zero carries into the exponent."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amax(x, axis: tl.constexpr):
+    """Largest magnitude; NaN does not count, infinity counts as the largest finite value."""
+    return tl.minimum(tl.max(tl.abs(tl.where(x == x, x, 0.0)), axis), FLOAT32_MAX)
