@@ -23,6 +23,17 @@ def named_backend() -> Any:
         yield
 
 
+@pytest.fixture
+def capturable_model(tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+    def make(family: str) -> Any:
+        model = tiny_model(family).cuda()
+        # In fp32 the default, "grouped_mm", reads the expert counts on the host.
+        model.set_experts_implementation("batched_mm")
+        return model
+
+    return make
+
+
 def decode_steps(model: Any, fn: Callable[..., torch.Tensor], steps: int) -> list[torch.Tensor]:
     """Prefill three sequences, then decode; logits of each decode step."""
     cache = paged_cache(model, max_requests=3)
@@ -40,8 +51,8 @@ def decode_steps(model: Any, fn: Callable[..., torch.Tensor], steps: int) -> lis
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_reduce_overhead_skips_no_region(tiny_model: Callable[..., Any], family: str):
-    model = tiny_model(family).cuda()
+def test_reduce_overhead_skips_no_region(capturable_model: Callable[..., Any], family: str):
+    model = capturable_model(family)
     fuse_model(model, num_blocks=32, block_size=8, max_len=64)
     expected = decode_steps(model, step_logits, 6)
     torch._dynamo.reset()
@@ -59,8 +70,8 @@ def test_reduce_overhead_skips_no_region(tiny_model: Callable[..., Any], family:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_captured_decode_step_replays_on_changed_step_inputs(tiny_model: Callable[..., Any], family: str):
-    model = tiny_model(family).cuda()
+def test_captured_decode_step_replays_on_changed_step_inputs(capturable_model: Callable[..., Any], family: str):
+    model = capturable_model(family)
     fuse_model(model, num_blocks=32, block_size=8, max_len=64, kv_dtype=torch.float8_e4m3fn, kv_scale=0.05)
     expected = decode_steps(model, step_logits, 5)
     static: dict[str, Any] = {}
