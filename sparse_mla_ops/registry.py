@@ -38,6 +38,7 @@ class Backend(NamedTuple):
 
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend("triton", "sparse_mla_ops.backends.triton", device_types=("cuda", "cpu"), auto_device_types=("cuda",)),
     Backend("reference", "sparse_mla_ops.backends.reference", device_types=("cpu", "cuda"), auto_device_types=("cpu",)),
 )
 """In order of preference."""

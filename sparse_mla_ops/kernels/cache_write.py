@@ -16,6 +16,7 @@ from sparse_mla_ops.kernels.common import (
     DS_MLA_ROPE_AT,
     DS_MLA_SCALES_AT,
     amax,
+    cast,
     round_up_to_power_of_two,
     row_offset,
     to_fp8,
@@ -38,11 +39,11 @@ def _load_rope_pairs(base, stride, half: tl.constexpr, HALF: tl.constexpr, IS_NE
 
 
 @triton.jit
-def _rotate(first, second, cos, sin):
+def _rotate(first, second, cos, sin, EMULATED: tl.constexpr):
     """Both halves of rotated pairs, rounded to the input's dtype."""
     dtype: tl.constexpr = first.dtype
     x, y = first.to(tl.float32), second.to(tl.float32)
-    return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    return cast(x * cos - y * sin, dtype, EMULATED), cast(y * cos + x * sin, dtype, EMULATED)
 
 
 @triton.jit
@@ -73,15 +74,16 @@ def _store_rope_pairs(base, first, second, half: tl.constexpr, HALF: tl.constexp
 
 
 @triton.jit
-def _quantize(x, inverse_of, dtype: tl.constexpr, fp8_max: tl.constexpr):
-    """x / scale as fp8, or x as it is where the target is no fp8 type."""
+def _store_type(x, scale, dtype: tl.constexpr, fp8_max: tl.constexpr, EMULATED: tl.constexpr):
+    """x / scale as fp8, or x in the type that is stored where that is no fp8 type."""
     if fp8_max > 0:
-        return to_fp8(tl.div_rn(x.to(tl.float32), inverse_of + tl.zeros_like(x).to(tl.float32)), dtype, fp8_max)
+        x = x.to(tl.float32)
+        return to_fp8(tl.div_rn(x, scale + tl.zeros_like(x)), dtype, fp8_max, EMULATED)
     else:
-        return x.to(dtype)
+        return cast(x, dtype, EMULATED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_heads", "table_rows", "num_slots", "block_size"))
 def qk_rope_concat_cache_kernel(
     out,
     q_nope,
@@ -127,6 +129,7 @@ def qk_rope_concat_cache_kernel(
     Q_FP8_MAX: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):
     """Program (t, g): heads g·BLOCK_H … of token t's query for g < QUERY_PROGRAMS, else its row of the cache.
 
@@ -155,16 +158,22 @@ def qk_rope_concat_cache_kernel(
             mask=ok & (latent < L)[None, :],
             other=0.0,
         )
-        tl.store(target + latent[None, :], _quantize(nope, scale, q_type, Q_FP8_MAX), mask=ok & (latent < L)[None, :])
+        tl.store(
+            target + latent[None, :],
+            _store_type(nope, scale, q_type, Q_FP8_MAX, EMULATED),
+            mask=ok & (latent < L)[None, :],
+        )
         if R > 0:
             base = q_pe + t * q_pe_stride_t + head * q_pe_stride_h
             first, second = _load_rope_pairs(base, q_pe_stride_r, half, HALF, IS_NEOX, ok)
             if ROTATE:
-                first, second = _rotate(first, second, cos[None, :], sin[None, :])
-            first, second = _quantize(first, scale, q_type, Q_FP8_MAX), _quantize(second, scale, q_type, Q_FP8_MAX)
+                first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
+            first = _store_type(first, scale, q_type, Q_FP8_MAX, EMULATED)
+            second = _store_type(second, scale, q_type, Q_FP8_MAX, EMULATED)
             _store_rope_pairs(target + L, first, second, half, HALF, IS_NEOX, ok)
     else:
-        slot = tl.load(slots + t * slot_stride).to(tl.int64)
+        # A block of one slot: the interpreter cannot broadcast a scalar of int1, which the mask would be.
+        slot = tl.load(slots + t * slot_stride + tl.arange(0, 1)).to(tl.int64)
         ok = (slot >= 0) & (slot < num_slots)
         row = cache + row_offset(tl.where(ok, slot, 0), block_size, cache_stride_block, cache_stride_row)
         kv_type: tl.constexpr = cache.dtype.element_ty
@@ -175,8 +184,8 @@ def qk_rope_concat_cache_kernel(
             values = tl.load(source + column * kv_c_stride_l).to(tl.float32)
             scales = tl.div_rn(amax(values, 1), KV_FP8_MAX + tl.zeros([DS_MLA_GROUPS], tl.float32))
             scales = round_up_to_power_of_two(tl.maximum(scales, AMAX_FLOOR))
-            stored = to_fp8(tl.div_rn(values, scales[:, None] + tl.zeros_like(values)), kv_type, KV_FP8_MAX)
-            tl.store(row + column, stored, mask=ok)
+            stored = to_fp8(tl.div_rn(values, scales[:, None] + tl.zeros_like(values)), kv_type, KV_FP8_MAX, EMULATED)
+            tl.store(row[:, None] + column, stored, mask=ok[:, None])
             tl.store((row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32)) + part, scales, mask=ok)
             rope = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
             if R == 0:
@@ -186,20 +195,28 @@ def qk_rope_concat_cache_kernel(
             if HAS_KV_SCALE:
                 scale = tl.load(kv_scale)
             values = tl.load(source + latent * kv_c_stride_l, mask=latent < L, other=0.0)
-            tl.store(row + latent, _quantize(values, scale, kv_type, KV_FP8_MAX), mask=ok & (latent < L))
+            tl.store(row + latent, _store_type(values, scale, kv_type, KV_FP8_MAX, EMULATED), mask=ok & (latent < L))
         if R > 0:
             first, second = _load_rope_pairs(k_pe + t * k_pe_stride_t, k_pe_stride_r, half, HALF, IS_NEOX, ok)
             if ROTATE:
-                first, second = _rotate(first, second, cos, sin)
+                first, second = _rotate(first, second, cos, sin, EMULATED)
             if KV_FORMAT == DS_MLA:
-                _store_rope_pairs(rope, first.to(tl.bfloat16), second.to(tl.bfloat16), half, HALF, IS_NEOX, ok)
+                _store_rope_pairs(
+                    rope,
+                    cast(first, tl.bfloat16, EMULATED),
+                    cast(second, tl.bfloat16, EMULATED),
+                    half,
+                    HALF,
+                    IS_NEOX,
+                    ok,
+                )
             else:
-                first = _quantize(first, scale, kv_type, KV_FP8_MAX)
-                second = _quantize(second, scale, kv_type, KV_FP8_MAX)
+                first = _store_type(first, scale, kv_type, KV_FP8_MAX, EMULATED)
+                second = _store_type(second, scale, kv_type, KV_FP8_MAX, EMULATED)
                 _store_rope_pairs(row + L, first, second, half, HALF, IS_NEOX, ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_heads", "table_rows"))
 def rotary_embedding_kernel(
     q_out,
     k_out,
@@ -222,6 +239,7 @@ def rotary_embedding_kernel(
     BLOCK_H: tl.constexpr,
     QUERY_PROGRAMS: tl.constexpr,
     IS_NEOX: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):
     """Program (t, g): heads g·BLOCK_H … of token t for g < QUERY_PROGRAMS, else its key. Outputs are contiguous."""
     t = tl.program_id(0).to(tl.int64)
@@ -236,9 +254,11 @@ def rotary_embedding_kernel(
         head = head.to(tl.int64)[:, None]
         base = q_pe + t * q_stride_t + head * q_stride_h
         first, second = _load_rope_pairs(base, q_stride_r, half, HALF, IS_NEOX, ok)
-        first, second = _rotate(first, second, cos[None, :], sin[None, :])
+        first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
         _store_rope_pairs(q_out + (t * num_heads + head) * R, first, second, half, HALF, IS_NEOX, ok)
     else:
-        first, second = _load_rope_pairs(k_pe + t * k_stride_t, k_stride_r, half, HALF, IS_NEOX, True)
-        first, second = _rotate(first, second, cos, sin)
-        _store_rope_pairs(k_out + t * R, first, second, half, HALF, IS_NEOX, True)
+        first, second = _load_rope_pairs(
+            k_pe + t * k_stride_t, k_stride_r, half, HALF, IS_NEOX, tl.full([1], True, tl.int1)
+        )
+        first, second = _rotate(first, second, cos, sin, EMULATED)
+        _store_rope_pairs(k_out + t * R, first, second, half, HALF, IS_NEOX, ok)

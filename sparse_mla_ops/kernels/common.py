@@ -28,13 +28,46 @@ def row_offset(slot, block_size, stride_block, stride_row):
 
 
 @triton.jit
-def to_fp8(x, dtype: tl.constexpr, fp8_max: tl.constexpr):
-    """fp32 → fp8, saturating, round to nearest even; NaN stays NaN."""
+def cast(x, dtype: tl.constexpr, EMULATED: tl.constexpr):
+    """fp32 → a 16- or 32-bit float, round to nearest even.
+
+    EMULATED: Triton's interpreter truncates to bf16, so there it is rounded by hand.
+    """
+    if EMULATED and dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def to_fp8(x, dtype: tl.constexpr, fp8_max: tl.constexpr, EMULATED: tl.constexpr):
+    """fp32 → e4m3fn (fp8_max 448) or e4m3fnuz (240), saturating, round to nearest even; NaN stays NaN.
+
+    EMULATED: Triton's interpreter does not round to nearest even, so there it is done by hand.
+    """
     x = tl.maximum(x, -fp8_max, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, fp8_max, propagate_nan=tl.PropagateNan.ALL)
-    if fp8_max == 240.0:  # e4m3fnuz has no −0: its pattern is NaN. At half the smallest subnormal, ties go to zero.
-        x = tl.where(tl.abs(x) <= 0.00048828125, 0.0, x)
-    return x.to(dtype)
+    if EMULATED:
+        bias: tl.constexpr = 7 if fp8_max == 448.0 else 8
+        magnitude = tl.abs(x)
+        bits = magnitude.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - bias) << 3)
+        # Below the smallest normal value, codes count steps of 2^(−2 − bias): those of fp32 at 2^(21 − bias).
+        offset: tl.constexpr = 16384.0 if fp8_max == 448.0 else 8192.0
+        subnormal = (magnitude + offset).to(tl.uint32, bitcast=True) - ((127 + 21 - bias) << 23)
+        code = tl.where(magnitude < offset / 1048576.0, subnormal, normal)
+        sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
+        if fp8_max == 240.0:
+            code = tl.where(x == x, tl.where(code == 0, 0, sign | code), 0x80)
+        else:
+            code = sign | tl.where(x == x, code, 0x7F)
+        return code.to(tl.uint8).to(dtype, bitcast=True)
+    else:
+        if fp8_max == 240.0:  # e4m3fnuz has no −0, its pattern is NaN. Half the smallest subnormal still goes to zero.
+            x = tl.where(tl.abs(x) <= 0.00048828125, 0.0, x)
+        return x.to(dtype)
 
 
 @triton.jit

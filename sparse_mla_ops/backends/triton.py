@@ -1,0 +1,595 @@
+"""Portable Triton: one launch per operator (two for split-K attention), on any GPU that Triton compiles for.
+
+Grids and block sizes follow from tensor shapes, dtypes and the device alone; what may be tuned comes from `tuned.json`.
+On CPU tensors the kernels run only in Triton's interpreter (TRITON_INTERPRET=1 before the first import), for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparse_mla_ops import arch, formats, tuned
+from sparse_mla_ops.kernels.cache_write import qk_rope_concat_cache_kernel, rotary_embedding_kernel
+from sparse_mla_ops.kernels.sparse_mla import combine_splits_kernel, sparse_mla_kernel
+
+INTERPRETED = not isinstance(sparse_mla_kernel, triton.runtime.JITFunction)
+
+_TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e4m3fnuz: tl.float8e4b8,
+}
+_KV_FORMATS = {"plain": 0, "fp8": 1, "fp8_ds_mla": 2}
+MAX_LATENT = 512
+"""Widest latent whose accumulator fits the registers of a program."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The device
+
+
+class Device(NamedTuple):
+    """What launches depend on."""
+
+    arch: str
+    multiprocessors: int
+
+
+_pretended: Device | None = None
+
+
+@contextlib.contextmanager
+def pretend_device(device: Device) -> Iterator[None]:
+    """Within the block, launches are chosen as on `device`: to compile for GPUs that are not here."""
+    global _pretended
+    _pretended = device
+    try:
+        yield
+    finally:
+        _pretended = None
+
+
+def _device(tensor: Tensor) -> Device:
+    return _pretended or _real_device(tensor.device)
+
+
+@functools.cache
+def _real_device(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return Device("cpu", 4)
+    return Device(arch.arch_name(device), torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Launch(NamedTuple):
+    """One launch: the kernel, its grid, its arguments by name, and compiler options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+_launches: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Within the block, launches are collected in the yielded list instead of made."""
+    global _launches
+    _launches = []
+    try:
+        yield _launches
+    finally:
+        _launches = None
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    if _launches is not None:
+        _launches.append(Launch(kernel, grid, arguments, options))
+    else:
+        kernel[grid](**arguments, **options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What cannot run
+
+
+def _why_not_here(tensor: Tensor) -> str | None:
+    if tensor.device.type == "cpu" and not INTERPRETED and _pretended is None:
+        return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before the first import"
+    return None
+
+
+def _why_not_fp8(tensor: Tensor, *dtypes: torch.dtype | None) -> str | None:
+    device = _device(tensor)
+    for dtype in dtypes:
+        if dtype in formats.FP8_MAX and dtype not in arch.fp8_support(device.arch).stored:
+            return f"{device.arch} does not store {dtype}"
+    return None
+
+
+def _why_not_kv_cache(kv_cache: Tensor, layout: formats.KVLayout) -> str | None:
+    if layout.kind == "fp8_ds_mla" and any(
+        n % 4 for n in (kv_cache.stride(0), kv_cache.stride(1), kv_cache.data_ptr())
+    ):
+        return "656-byte rows must begin at multiples of 4 bytes, for their fp32 scales"
+    return _why_not_fp8(kv_cache, layout.dtype)
+
+
+def why_not_rotary_embedding(q_pe: Tensor, *_: Any) -> str | None:
+    return _why_not_here(q_pe)
+
+
+def why_not_concat_mla_q(
+    q_nope: Tensor, q_pe: Tensor, q_scale: Tensor | None, q_dtype: torch.dtype | None
+) -> str | None:
+    return _why_not_here(q_nope) or _why_not_fp8(q_nope, q_dtype)
+
+
+def why_not_concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None,
+    fp8_dtype: torch.dtype | None,
+) -> str | None:
+    layout = formats.kv_cache_layout(kv_cache, kv_c.shape[1], k_pe.shape[1], fp8_dtype)
+    return _why_not_here(kv_c) or _why_not_kv_cache(kv_cache, layout)
+
+
+def why_not_fused_qk_rope_concat_and_cache_mla(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    q_dtype: torch.dtype | None,
+    fp8_dtype: torch.dtype | None,
+) -> str | None:
+    return why_not_concat_mla_q(q_nope, q_pe, q_scale, q_dtype) or why_not_concat_and_cache_mla(
+        kv_c, k_pe, kv_cache, slot_mapping, kv_scale, fp8_dtype
+    )
+
+
+def why_not_sparse_mla_fwd(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int,
+    indptr: Tensor | None,
+    max_topk: int | None,
+    topk_length: Tensor | None,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    attn_sink: Tensor | None,
+    dot_precision: str | None,
+    phase: str,
+    return_lse: bool,
+    fp8_dtype: torch.dtype | None,
+) -> str | None:
+    layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, q.shape[2] - kv_lora_rank, fp8_dtype)
+    if reason := _why_not_here(q) or _why_not_kv_cache(kv_cache, layout) or _why_not_fp8(q, q.dtype):
+        return reason
+    if kv_lora_rank > MAX_LATENT:
+        return f"latents wider than {MAX_LATENT} do not fit a program's registers, got {kv_lora_rank}"
+    if dot_precision == "fp8" or (dot_precision is None and q.dtype in formats.FP8_MAX):
+        device = _device(q)
+        if layout.kind == "fp8_ds_mla":
+            return "656-byte rows have four scales each and are multiplied at 16 bits; ask for dot_precision='bf16'"
+        if q.dtype in formats.FP8_MAX and q.dtype != layout.dtype:
+            return f"fp8 dots need one encoding, got a query of {q.dtype} and a cache of {layout.dtype}"
+        if layout.dtype not in arch.fp8_support(device.arch).multiplied and not INTERPRETED:
+            return f"the matrix units of {device.arch} do not multiply {layout.dtype}; ask for dot_precision='bf16'"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Query and cache write
+
+
+def _power_of_two(n: int, least: int = 1) -> int:
+    return max(least, triton.next_power_of_2(n))
+
+
+def _write(
+    *,
+    out: Tensor | None,
+    q_nope: Tensor | None,
+    q_pe: Tensor | None,
+    kv_c: Tensor | None,
+    k_pe: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    kv_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    is_neox: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    fp8_dtype: torch.dtype | None,
+    rows: int,
+    latent: int,
+    rope: int,
+) -> None:
+    """Launch the kernel with the parts that are given. For the others it gets some tensor that it does not read."""
+    anything = out if out is not None else kv_cache
+    assert anything is not None  # one of the two is there
+    settings = tuned.settings(_device(anything).arch, "cache_write", "few-rows" if rows < 1024 else "many-rows")
+    block_heads = settings["BLOCK_H"]
+    heads = 0 if out is None else out.shape[1]
+    query_programs = triton.cdiv(heads, block_heads)
+    if kv_cache is not None:
+        layout = formats.kv_cache_layout(kv_cache, latent, rope, fp8_dtype)
+        cache = kv_cache.view(layout.dtype) if kv_cache.dtype == torch.uint8 else kv_cache
+        kv_format, kv_max = _KV_FORMATS[layout.kind], formats.FP8_MAX.get(layout.dtype, 0.0)
+    else:
+        cache, kv_format, kv_max = anything, 0, 0.0
+    q_nope, q_pe = (anything if x is None else x for x in (q_nope, q_pe))
+    kv_c, k_pe = (anything[:, 0] if x is None else x for x in (kv_c, k_pe))
+    positions, slots = (anything[:, 0, 0] if x is None else x for x in (positions, slot_mapping))
+    table = anything[:, 0] if cos_sin_cache is None else cos_sin_cache
+    q_max = 0.0 if out is None else formats.FP8_MAX.get(out.dtype, 0.0)
+    _launch(
+        qk_rope_concat_cache_kernel,
+        (rows, query_programs + (kv_cache is not None)),
+        {
+            "out": anything if out is None else out,
+            "q_nope": q_nope,
+            "q_pe": q_pe,
+            "kv_c": kv_c,
+            "k_pe": k_pe,
+            "positions": positions,
+            "cos_sin": table,
+            "cache": cache,
+            "slots": slots,
+            "q_scale": anything if q_scale is None else q_scale,
+            "kv_scale": anything if kv_scale is None else kv_scale,
+            "q_nope_stride_t": q_nope.stride(0),
+            "q_nope_stride_h": q_nope.stride(1),
+            "q_nope_stride_l": q_nope.stride(2),
+            "q_pe_stride_t": q_pe.stride(0),
+            "q_pe_stride_h": q_pe.stride(1),
+            "q_pe_stride_r": q_pe.stride(2),
+            "kv_c_stride_t": kv_c.stride(0),
+            "kv_c_stride_l": kv_c.stride(1),
+            "k_pe_stride_t": k_pe.stride(0),
+            "k_pe_stride_r": k_pe.stride(1),
+            "position_stride": positions.stride(0),
+            "slot_stride": slots.stride(0),
+            "table_stride_p": table.stride(0),
+            "table_stride_r": table.stride(1),
+            "cache_stride_block": cache.stride(0),
+            "cache_stride_row": cache.stride(1),
+            "num_heads": heads,
+            "table_rows": table.shape[0],
+            "num_slots": cache.shape[0] * cache.shape[1],
+            "block_size": cache.shape[1],
+            "L": latent,
+            "R": rope,
+            "BLOCK_L": _power_of_two(latent),
+            "HALF": _power_of_two(rope // 2),
+            "BLOCK_H": block_heads,
+            "QUERY_PROGRAMS": query_programs,
+            "ROTATE": cos_sin_cache is not None,
+            "IS_NEOX": is_neox,
+            "HAS_Q_SCALE": q_scale is not None and q_max > 0,
+            "HAS_KV_SCALE": kv_scale is not None and kv_format == 1,
+            "Q_FP8_MAX": q_max,
+            "KV_FP8_MAX": kv_max,
+            "KV_FORMAT": kv_format,
+            "EMULATED": INTERPRETED,
+        },
+        {"num_warps": settings["num_warps"], "enable_fp_fusion": False},
+    )
+
+
+def rotary_embedding(
+    q_out: Tensor, k_out: Tensor, q_pe: Tensor, k_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool
+) -> None:
+    rows, heads, rope = q_pe.shape
+    if rope == 0:
+        return
+    block_heads = min(32, _power_of_two(heads))
+    query_programs = triton.cdiv(heads, block_heads)
+    _launch(
+        rotary_embedding_kernel,
+        (rows, query_programs + 1),
+        {
+            "q_out": q_out,
+            "k_out": k_out,
+            "q_pe": q_pe,
+            "k_pe": k_pe,
+            "positions": positions,
+            "cos_sin": cos_sin_cache,
+            "q_stride_t": q_pe.stride(0),
+            "q_stride_h": q_pe.stride(1),
+            "q_stride_r": q_pe.stride(2),
+            "k_stride_t": k_pe.stride(0),
+            "k_stride_r": k_pe.stride(1),
+            "position_stride": positions.stride(0),
+            "table_stride_p": cos_sin_cache.stride(0),
+            "table_stride_r": cos_sin_cache.stride(1),
+            "num_heads": heads,
+            "table_rows": cos_sin_cache.shape[0],
+            "R": rope,
+            "HALF": _power_of_two(rope // 2),
+            "BLOCK_H": block_heads,
+            "QUERY_PROGRAMS": query_programs,
+            "IS_NEOX": is_neox,
+            "EMULATED": INTERPRETED,
+        },
+        {"num_warps": 4, "enable_fp_fusion": False},
+    )
+
+
+def concat_mla_q(
+    out: Tensor, q_nope: Tensor, q_pe: Tensor, q_scale: Tensor | None, q_dtype: torch.dtype | None
+) -> None:
+    _write(
+        out=out,
+        q_nope=q_nope,
+        q_pe=q_pe,
+        kv_c=None,
+        k_pe=None,
+        positions=None,
+        cos_sin_cache=None,
+        kv_cache=None,
+        slot_mapping=None,
+        is_neox=True,
+        q_scale=q_scale,
+        kv_scale=None,
+        fp8_dtype=None,
+        rows=q_nope.shape[0],
+        latent=q_nope.shape[2],
+        rope=q_pe.shape[2],
+    )
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None,
+    fp8_dtype: torch.dtype | None,
+) -> None:
+    _write(
+        out=None,
+        q_nope=None,
+        q_pe=None,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        positions=None,
+        cos_sin_cache=None,
+        kv_cache=kv_cache,
+        slot_mapping=slot_mapping,
+        is_neox=True,
+        q_scale=None,
+        kv_scale=kv_scale,
+        fp8_dtype=fp8_dtype,
+        rows=slot_mapping.shape[0],
+        latent=kv_c.shape[1],
+        rope=k_pe.shape[1],
+    )
+
+
+def fused_qk_rope_concat_and_cache_mla(
+    out: Tensor,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    is_neox: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    q_dtype: torch.dtype | None,
+    fp8_dtype: torch.dtype | None,
+) -> None:
+    _write(
+        out=out,
+        q_nope=q_nope,
+        q_pe=q_pe,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        positions=positions,
+        cos_sin_cache=cos_sin_cache,
+        kv_cache=kv_cache,
+        slot_mapping=slot_mapping,
+        is_neox=is_neox,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        fp8_dtype=fp8_dtype,
+        rows=positions.shape[0],
+        latent=q_nope.shape[2],
+        rope=q_pe.shape[2],
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+class _Dots(NamedTuple):
+    """In which types a call multiplies."""
+
+    name: str
+    """Of the class of settings."""
+    latent: torch.dtype
+    rope: torch.dtype
+    normalize_q: bool
+    """Whether the kernel scales each row of the query to fit `latent`."""
+    fp8_max: float
+    pv_fp8: bool
+
+
+def _dots(q: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_name: str) -> _Dots:
+    if not layout.quantized:
+        dtype = layout.dtype if layout.dtype == q.dtype else torch.float32
+        return _Dots("fp32" if dtype == torch.float32 else "16bit", dtype, dtype, False, 0.0, False)
+    if dot_precision == "fp8" or (dot_precision is None and q.dtype in formats.FP8_MAX):
+        # Hopper's matrix units take no V of 8 bits as it is stored, AMD's do.
+        pv_fp8 = arch_name.startswith("gfx")
+        fp8_max = formats.FP8_MAX[layout.dtype]
+        return _Dots("fp8", layout.dtype, layout.dtype, q.dtype not in formats.FP8_MAX, fp8_max, pv_fp8)
+    # fp8 → fp16 is exact and one instruction for two values; bf16 and fp32 queries are scaled to fit it.
+    normalize = q.dtype in (torch.bfloat16, torch.float32)
+    if layout.kind == "fp8_ds_mla":
+        return _Dots("ds_mla", torch.float16, torch.bfloat16, normalize, 0.0, False)
+    return _Dots("fp8", torch.float16, torch.float16, normalize, 0.0, False)
+
+
+def _block_heads(heads: int) -> int:
+    return 16 if heads <= 16 else 32 if heads <= 32 else 64
+
+
+def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> tuple[dict[str, Any], int, int]:
+    """(settings, splits, keys per split) of a call: a function of T, H, K and the device only.
+
+    Calls that fill the device without splitting are not split.
+    """
+    block_heads = _block_heads(heads)
+    programs = rows * triton.cdiv(heads, block_heads)
+    name = f"{dots}-h{block_heads}"
+    split = programs < 2 * device.multiprocessors
+    settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{name}-{'split' if split else 'whole'}")
+    block_keys = settings["BLOCK_N"]
+    splits = 1
+    if split:
+        wanted = settings["programs_per_sm"] * device.multiprocessors // programs
+        splits = max(1, min(wanted, keys // settings["min_keys"]))
+    keys_per_split = triton.cdiv(triton.cdiv(keys, splits), block_keys) * block_keys
+    return settings, triton.cdiv(keys, keys_per_split), keys_per_split
+
+
+def sparse_mla_fwd(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    kv_lora_rank: int,
+    indptr: Tensor | None,
+    max_topk: int | None,
+    topk_length: Tensor | None,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    attn_sink: Tensor | None,
+    dot_precision: str | None,
+    phase: str,
+    return_lse: bool,
+    fp8_dtype: torch.dtype | None,
+) -> None:
+    rows, heads, width = q.shape
+    rope = width - kv_lora_rank
+    device = _device(q)
+    layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, rope, fp8_dtype)
+    cache = kv_cache.view(layout.dtype) if kv_cache.dtype == torch.uint8 else kv_cache
+    num_blocks, block_size = cache.shape[:2]
+    dots = _dots(q, layout, dot_precision, device.arch)
+    keys = indices.shape[1] if max_topk is None else max_topk
+    settings, splits, keys_per_split = plan_splits(rows, heads, keys, device, dots.name)
+    if splits > 1:
+        target = q.new_empty((rows, heads, splits, kv_lora_rank), dtype=torch.float32)
+        target_lse = q.new_empty((rows, heads, splits), dtype=torch.float32)
+    else:
+        target, target_lse = out, lse
+    lengths = topk_length if indptr is None else indptr
+    block_heads = _block_heads(heads)
+    block_latent = _power_of_two(kv_lora_rank, least=16)
+    _launch(
+        sparse_mla_kernel,
+        (rows * triton.cdiv(heads, block_heads), splits),
+        {
+            "out": target,
+            "lse_out": target_lse,
+            "q": q,
+            "cache": cache,
+            "indices": indices,
+            "indptr": indices if lengths is None else lengths,
+            "topk_length": indices if lengths is None else lengths,
+            "q_scale": q if q_scale is None else q_scale,
+            "kv_scale": q if kv_scale is None else kv_scale,
+            "attn_sink": q if attn_sink is None else attn_sink,
+            "softmax_scale": softmax_scale,
+            "q_stride_t": q.stride(0),
+            "q_stride_h": q.stride(1),
+            "q_stride_w": q.stride(2),
+            "cache_stride_block": cache.stride(0),
+            "cache_stride_row": cache.stride(1),
+            "index_stride_t": 0 if indptr is not None else indices.stride(0),
+            "index_stride_k": indices.stride(-1),
+            "length_stride": 0 if lengths is None else lengths.stride(0),
+            "num_heads": heads,
+            "num_keys": keys,
+            "num_indices": indices.shape[0],
+            "num_slots": num_blocks * block_size,
+            "block_size": block_size,
+            "keys_per_split": keys_per_split,
+            "num_splits": splits,
+            "L": kv_lora_rank,
+            "R": rope,
+            "BLOCK_H": block_heads,
+            "BLOCK_N": settings["BLOCK_N"],
+            "BLOCK_L": block_latent,
+            "BLOCK_R": _power_of_two(rope, least=16),
+            "KV_FORMAT": _KV_FORMATS[layout.kind],
+            "DOT_TYPE": _TRITON_TYPES[dots.latent],
+            "ROPE_TYPE": _TRITON_TYPES[dots.rope],
+            "QK_FP8_MAX": dots.fp8_max,
+            "PV_FP8": dots.pv_fp8,
+            "NORMALIZE_Q": dots.normalize_q,
+            "DENSE_CACHE": cache.stride(0) == block_size * cache.stride(1),
+            "IS_FLAT": indptr is not None,
+            "HAS_LENGTH": topk_length is not None,
+            "HAS_Q_SCALE": q_scale is not None and q.dtype in formats.FP8_MAX,
+            "HAS_KV_SCALE": kv_scale is not None and layout.kind == "fp8",
+            "HAS_SINK": attn_sink is not None and splits == 1,
+            "WRITE_LSE": return_lse or splits > 1,
+            "EMULATED": INTERPRETED,
+        },
+        {"num_warps": settings["num_warps"], "num_stages": settings["num_stages"]},
+    )
+    if splits > 1:
+        block_columns = min(128, block_latent)
+        _launch(
+            combine_splits_kernel,
+            (rows * heads, triton.cdiv(kv_lora_rank, block_columns)),
+            {
+                "out": out,
+                "lse_out": lse,
+                "partial": target,
+                "partial_lse": target_lse,
+                "attn_sink": q if attn_sink is None else attn_sink,
+                "num_heads": heads,
+                "num_splits": splits,
+                "L": kv_lora_rank,
+                "BLOCK_L": block_columns,
+                "BLOCK_S": _power_of_two(splits),
+                "HAS_SINK": attn_sink is not None,
+                "WRITE_LSE": return_lse,
+                "EMULATED": INTERPRETED,
+            },
+            {"num_warps": 4},
+        )
