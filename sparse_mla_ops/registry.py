@@ -1,8 +1,9 @@
 """Which backend runs a call: the table, the choice, and the reasons.
 
 A backend is a module of plain functions, one per operator, named as the operator is. It is imported when a call first
-considers it. Beside `<op>(*outputs, *arguments)` it may define `why_not_<op>(*arguments) -> str | None`: the reason for
-which it cannot run these arguments, judged from shapes, dtypes, strides, formats and architecture, never from values.
+considers it. `<op>(*outputs, *arguments)` fills the outputs; it may return a `Replay`. Beside it the module may define
+`why_not_<op>(*arguments) -> str | None`: the reason for which it cannot run these arguments, judged from shapes,
+dtypes, strides, formats and architecture, never from values.
 
 Process-wide policy is read from the environment once, at import:
 
@@ -25,6 +26,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("sparse_mla_ops")
+
+Replay = Callable[[tuple[Any, ...], tuple[Any, ...]], None]
+"""replay(outputs, arguments): does for these tensors what a backend's function did for others of the same metadata."""
 
 
 class Backend(NamedTuple):
@@ -166,7 +170,12 @@ def _candidates(named: str | None) -> tuple[tuple[Backend, ...], str | None]:
     return tuple(next(backend for backend in BACKENDS if backend.name == name) for name in order), named
 
 
-def pick(op: str, arguments: Sequence[Any], named: str | None = None) -> Callable[..., None]:
+def state() -> tuple[Any, ...]:
+    """What a choice depends on besides the arguments, to be compared with a later one."""
+    return _override.get(), id(_policy), id(BACKENDS), id(_recorder.get())
+
+
+def pick(op: str, arguments: Sequence[Any], named: str | None = None) -> Callable[..., Replay | None]:
     """The function that runs `op` on `arguments` (real tensors; the first one decides the device).
 
     Raises BackendUnavailable with one reason per backend.

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sparse_mla_ops import formats, ops, registry
 from sparse_mla_ops.arch import E4M3FN, E4M3FNUZ
+from sparse_mla_ops.ops import _register
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 INT32, INT64 = torch.int32, torch.int64
@@ -298,7 +299,7 @@ def _sparse_mla_fwd(
     arguments: dict[str, Any] = {
         "q": make.normal(tokens, heads, rank + rope_dim, dtype=dtype),
         "indices": make.integers(-4, rows + 4, tokens, top_k, dtype=integers),
-        "softmax_scale": 0.25,
+        "softmax_scale": (rank + rope_dim) ** -0.5,
         "kv_lora_rank": rank,
         "q_scale": None if q_scale is None else make.scale(q_scale),
         "attn_sink": make.normal(heads, dtype=FP32) if sink else None,
@@ -984,6 +985,7 @@ def backends_replaced(
     modules = {backend.module: module for backend, module in table if module is not None}
     policy = registry.Policy(order or tuple(backend.name for backend in backends), aiter_sparse_mla)
     registry._load.cache_clear()
+    _register.forget_plans()
     try:
         with (
             mock.patch.object(registry, "BACKENDS", backends),
@@ -994,3 +996,4 @@ def backends_replaced(
             yield
     finally:
         registry._load.cache_clear()
+        _register.forget_plans()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from sparse_mla_ops import arch, formats, tuned
 from sparse_mla_ops.kernels.cache_write import qk_rope_concat_cache_kernel, rotary_embedding_kernel
 from sparse_mla_ops.kernels.sparse_mla import combine_splits_kernel, sparse_mla_kernel
 
+Replay = Callable[[tuple[Any, ...], tuple[Any, ...]], None]
+"""As in `sparse_mla_ops.registry`, which backends do not import."""
+
 INTERPRETED = not isinstance(sparse_mla_kernel, triton.runtime.JITFunction)
 
 _TRITON_TYPES = {
@@ -30,6 +34,8 @@ _TRITON_TYPES = {
     torch.float8_e4m3fnuz: tl.float8e4b8,
 }
 _KV_FORMATS = {"plain": 0, "fp8": 1, "fp8_ds_mla": 2}
+_PDL_ARCHS = ("sm90", "sm100", "sm103", "sm120", "sm121")
+"""Where a kernel may be launched before the one that it waits for has ended (programmatic dependent launch)."""
 MAX_LATENT = 512
 """Widest latent whose accumulator fits the registers of a program."""
 
@@ -70,34 +76,111 @@ def _real_device(device: torch.device) -> Device:
     return Device(arch.arch_name(device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Launches
+
+
 class Launch(NamedTuple):
     """One launch: the kernel, its grid, its arguments by name, and compiler options."""
 
     kernel: Any
-    grid: tuple[int, ...]
+    grid: tuple[int, int, int]
     arguments: dict[str, Any]
     options: dict[str, Any]
 
 
-_launches: list[Launch] | None = None
+_recorded: list[Launch] | None = None
+
+
+class _Made(threading.local):
+    """(launch, compiled kernel) of each launch since the current operator began, per thread."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Launch, Any]] = []
+
+
+_made = _Made()
 
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[Launch]]:
     """Within the block, launches are collected in the yielded list instead of made."""
-    global _launches
-    _launches = []
+    global _recorded
+    _recorded = []
     try:
-        yield _launches
+        yield _recorded
     finally:
-        _launches = None
+        _recorded = None
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    if _launches is not None:
-        _launches.append(Launch(kernel, grid, arguments, options))
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    fp8_view: torch.dtype | None = None,
+) -> None:
+    """Launch `kernel`. fp8_view: the type in which it sees `cache`, where that is a tensor of raw bytes."""
+    seen = arguments
+    if fp8_view is not None and arguments["cache"].dtype == torch.uint8:
+        seen = {**arguments, "cache": arguments["cache"].view(fp8_view)}
+    launch = Launch(kernel, (*grid, 1), seen, options)
+    if _recorded is not None:
+        _recorded.append(launch)
     else:
-        kernel[grid](**arguments, **options)
+        compiled = kernel[launch.grid](**seen, **options)
+        _made.launches.append((launch._replace(arguments=arguments), compiled))
+
+
+class _Repeated(NamedTuple):
+    """A launch to be made again. Triton's own call finds out anew which compiled kernel fits: most of its time."""
+
+    run: Callable[..., None]
+    """The compiled kernel on its grid."""
+    values: tuple[Any, ...]
+    """Arguments in order, None where a tensor goes."""
+    tensors: tuple[tuple[int, int], ...]
+    """(position among the arguments, position among the call's tensors)."""
+
+
+def _replayable(function: Callable[..., None]) -> Callable[..., Replay | None]:
+    """Have an operator's function return a `Replay` of the launches that it made."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Replay | None:
+        _made.launches = []
+        function(*args)
+        made, _made.launches = _made.launches, []
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if _recorded is not None or INTERPRETED or len({id(tensor) for tensor in tensors}) < len(tensors):
+            return None  # one tensor in two places: which one a launch took could not be told
+        place = {id(arg): i for i, arg in enumerate(args) if isinstance(arg, Tensor)}
+        scratch: list[tuple[torch.Size, torch.dtype]] = []
+        repeated = []
+        for launch, compiled in made:
+            values = [launch.arguments[name] for name in launch.kernel.arg_names]
+            goes_to = []
+            for i, value in enumerate(values):
+                if isinstance(value, Tensor):
+                    if id(value) not in place:
+                        place[id(value)] = len(args) + len(scratch)
+                        scratch.append((value.shape, value.dtype))
+                    goes_to.append((i, place[id(value)]))
+                    values[i] = None
+            repeated.append(_Repeated(compiled[launch.grid], tuple(values), tuple(goes_to)))
+
+        def replay(outputs: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+            own = [arguments[0].new_empty(shape, dtype=dtype) for shape, dtype in scratch]
+            given = (*outputs, *arguments[:-1], *own)  # without `backend`
+            for run, fixed, goes_to in repeated:
+                values = list(fixed)
+                for i, source in goes_to:
+                    values[i] = given[source]
+                run(*values)
+
+        return replay
+
+    return call
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,6 +292,11 @@ def _power_of_two(n: int, least: int = 1) -> int:
     return max(least, triton.next_power_of_2(n))
 
 
+def _strides(name: str, tensor: Tensor | None, dims: str) -> dict[str, int]:
+    """Stride arguments `<name>_stride_<dim>` of a kernel; 0 for a tensor that is left out."""
+    return {f"{name}_stride_{dim}": 0 if tensor is None else tensor.stride(i) for i, dim in enumerate(dims)}
+
+
 def _write(
     *,
     out: Tensor | None,
@@ -228,78 +316,64 @@ def _write(
     latent: int,
     rope: int,
 ) -> None:
-    """Launch the kernel with the parts that are given. For the others it gets some tensor that it does not read."""
+    """Launch the kernel with the parts that are given."""
     anything = out if out is not None else kv_cache
     assert anything is not None  # one of the two is there
     settings = tuned.settings(_device(anything).arch, "cache_write", "few-rows" if rows < 1024 else "many-rows")
     block_heads = settings["BLOCK_H"]
     heads = 0 if out is None else out.shape[1]
     query_programs = triton.cdiv(heads, block_heads)
-    if kv_cache is not None:
-        layout = formats.kv_cache_layout(kv_cache, latent, rope, fp8_dtype)
-        cache = kv_cache.view(layout.dtype) if kv_cache.dtype == torch.uint8 else kv_cache
-        kv_format, kv_max = _KV_FORMATS[layout.kind], formats.FP8_MAX.get(layout.dtype, 0.0)
-    else:
-        cache, kv_format, kv_max = anything, 0, 0.0
-    q_nope, q_pe = (anything if x is None else x for x in (q_nope, q_pe))
-    kv_c, k_pe = (anything[:, 0] if x is None else x for x in (kv_c, k_pe))
-    positions, slots = (anything[:, 0, 0] if x is None else x for x in (positions, slot_mapping))
-    table = anything[:, 0] if cos_sin_cache is None else cos_sin_cache
     q_max = 0.0 if out is None else formats.FP8_MAX.get(out.dtype, 0.0)
+    cache, kv_kind, kv_max, stored = kv_cache, "plain", 0.0, None
+    if cache is not None:
+        layout = formats.kv_cache_layout(cache, latent, rope, fp8_dtype)
+        kv_kind, kv_max, stored = layout.kind, formats.FP8_MAX.get(layout.dtype, 0.0), layout.dtype
     _launch(
         qk_rope_concat_cache_kernel,
-        (rows, query_programs + (kv_cache is not None)),
+        (rows, query_programs + (cache is not None)),
         {
-            "out": anything if out is None else out,
+            "out": out,
             "q_nope": q_nope,
             "q_pe": q_pe,
             "kv_c": kv_c,
             "k_pe": k_pe,
             "positions": positions,
-            "cos_sin": table,
+            "cos_sin": cos_sin_cache,
             "cache": cache,
-            "slots": slots,
-            "q_scale": anything if q_scale is None else q_scale,
-            "kv_scale": anything if kv_scale is None else kv_scale,
-            "q_nope_stride_t": q_nope.stride(0),
-            "q_nope_stride_h": q_nope.stride(1),
-            "q_nope_stride_l": q_nope.stride(2),
-            "q_pe_stride_t": q_pe.stride(0),
-            "q_pe_stride_h": q_pe.stride(1),
-            "q_pe_stride_r": q_pe.stride(2),
-            "kv_c_stride_t": kv_c.stride(0),
-            "kv_c_stride_l": kv_c.stride(1),
-            "k_pe_stride_t": k_pe.stride(0),
-            "k_pe_stride_r": k_pe.stride(1),
-            "position_stride": positions.stride(0),
-            "slot_stride": slots.stride(0),
-            "table_stride_p": table.stride(0),
-            "table_stride_r": table.stride(1),
-            "cache_stride_block": cache.stride(0),
-            "cache_stride_row": cache.stride(1),
+            "slots": slot_mapping,
+            "q_scale": q_scale if q_max > 0 else None,
+            "kv_scale": kv_scale if kv_kind == "fp8" else None,
+            **_strides("q_nope", q_nope, "thl"),
+            **_strides("q_pe", q_pe, "thr"),
+            **_strides("kv_c", kv_c, "tl"),
+            **_strides("k_pe", k_pe, "tr"),
+            **_strides("position", positions, "t"),
+            **_strides("slot", slot_mapping, "t"),
+            **_strides("table", cos_sin_cache, "pr"),
+            "cache_stride_block": 0 if cache is None else cache.stride(0),
+            "cache_stride_row": 0 if cache is None else cache.stride(1),
             "num_heads": heads,
-            "table_rows": table.shape[0],
-            "num_slots": cache.shape[0] * cache.shape[1],
-            "block_size": cache.shape[1],
+            "table_rows": 0 if cos_sin_cache is None else cos_sin_cache.shape[0],
+            "num_slots": 0 if cache is None else cache.shape[0] * cache.shape[1],
+            "block_size": 0 if cache is None else cache.shape[1],
             "L": latent,
             "R": rope,
             "BLOCK_L": _power_of_two(latent),
             "HALF": _power_of_two(rope // 2),
             "BLOCK_H": block_heads,
             "QUERY_PROGRAMS": query_programs,
-            "ROTATE": cos_sin_cache is not None,
             "IS_NEOX": is_neox,
-            "HAS_Q_SCALE": q_scale is not None and q_max > 0,
-            "HAS_KV_SCALE": kv_scale is not None and kv_format == 1,
             "Q_FP8_MAX": q_max,
             "KV_FP8_MAX": kv_max,
-            "KV_FORMAT": kv_format,
+            "KV_FORMAT": _KV_FORMATS[kv_kind],
             "EMULATED": INTERPRETED,
         },
         {"num_warps": settings["num_warps"], "enable_fp_fusion": False},
+        fp8_view=stored,
     )
 
 
+@_replayable
 def rotary_embedding(
     q_out: Tensor, k_out: Tensor, q_pe: Tensor, k_pe: Tensor, positions: Tensor, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
@@ -318,14 +392,10 @@ def rotary_embedding(
             "k_pe": k_pe,
             "positions": positions,
             "cos_sin": cos_sin_cache,
-            "q_stride_t": q_pe.stride(0),
-            "q_stride_h": q_pe.stride(1),
-            "q_stride_r": q_pe.stride(2),
-            "k_stride_t": k_pe.stride(0),
-            "k_stride_r": k_pe.stride(1),
-            "position_stride": positions.stride(0),
-            "table_stride_p": cos_sin_cache.stride(0),
-            "table_stride_r": cos_sin_cache.stride(1),
+            **_strides("q", q_pe, "thr"),
+            **_strides("k", k_pe, "tr"),
+            **_strides("position", positions, "t"),
+            **_strides("table", cos_sin_cache, "pr"),
             "num_heads": heads,
             "table_rows": cos_sin_cache.shape[0],
             "R": rope,
@@ -339,6 +409,7 @@ def rotary_embedding(
     )
 
 
+@_replayable
 def concat_mla_q(
     out: Tensor, q_nope: Tensor, q_pe: Tensor, q_scale: Tensor | None, q_dtype: torch.dtype | None
 ) -> None:
@@ -362,6 +433,7 @@ def concat_mla_q(
     )
 
 
+@_replayable
 def concat_and_cache_mla(
     kv_c: Tensor,
     k_pe: Tensor,
@@ -390,6 +462,7 @@ def concat_and_cache_mla(
     )
 
 
+@_replayable
 def fused_qk_rope_concat_and_cache_mla(
     out: Tensor,
     q_nope: Tensor,
@@ -451,7 +524,7 @@ def _dots(q: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_n
         # Hopper's matrix units take no V of 8 bits as it is stored, AMD's do.
         pv_fp8 = arch_name.startswith("gfx")
         fp8_max = formats.FP8_MAX[layout.dtype]
-        return _Dots("fp8", layout.dtype, layout.dtype, q.dtype not in formats.FP8_MAX, fp8_max, pv_fp8)
+        return _Dots("fp8dot", layout.dtype, layout.dtype, q.dtype not in formats.FP8_MAX, fp8_max, pv_fp8)
     # fp8 → fp16 is exact and one instruction for two values; bf16 and fp32 queries are scaled to fit it.
     normalize = q.dtype in (torch.bfloat16, torch.float32)
     if layout.kind == "fp8_ds_mla":
@@ -482,6 +555,7 @@ def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> 
     return settings, triton.cdiv(keys, keys_per_split), keys_per_split
 
 
+@_replayable
 def sparse_mla_fwd(
     out: Tensor,
     lse: Tensor,
@@ -505,19 +579,26 @@ def sparse_mla_fwd(
     rope = width - kv_lora_rank
     device = _device(q)
     layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, rope, fp8_dtype)
-    cache = kv_cache.view(layout.dtype) if kv_cache.dtype == torch.uint8 else kv_cache
+    cache = kv_cache
     num_blocks, block_size = cache.shape[:2]
     dots = _dots(q, layout, dot_precision, device.arch)
     keys = indices.shape[1] if max_topk is None else max_topk
     settings, splits, keys_per_split = plan_splits(rows, heads, keys, device, dots.name)
     if splits > 1:
         target = q.new_empty((rows, heads, splits, kv_lora_rank), dtype=torch.float32)
-        target_lse = q.new_empty((rows, heads, splits), dtype=torch.float32)
+        target_lse: Tensor | None = q.new_empty((rows, heads, splits), dtype=torch.float32)
     else:
-        target, target_lse = out, lse
+        target, target_lse = out, lse if return_lse else None
     lengths = topk_length if indptr is None else indptr
+    sink_stride = 0 if attn_sink is None else attn_sink.stride(0)
     block_heads = _block_heads(heads)
-    block_latent = _power_of_two(kv_lora_rank, least=16)
+    least = 32 if dots.fp8_max > 0 else 16  # the depth of one matrix instruction
+    block_latent = _power_of_two(kv_lora_rank, least=least)
+    block_group = min(block_latent, settings["BLOCK_G"]) if layout.kind != "fp8_ds_mla" else 128
+    convert = settings["CONVERT"] if layout.quantized and not dots.pv_fp8 else 0
+    if dots.fp8_max > 0:
+        convert = min(convert, 1)  # the first product takes the keys as they are
+    pdl = splits > 1 and device.arch in _PDL_ARCHS and not INTERPRETED
     _launch(
         sparse_mla_kernel,
         (rows * triton.cdiv(heads, block_heads), splits),
@@ -527,20 +608,20 @@ def sparse_mla_fwd(
             "q": q,
             "cache": cache,
             "indices": indices,
-            "indptr": indices if lengths is None else lengths,
-            "topk_length": indices if lengths is None else lengths,
-            "q_scale": q if q_scale is None else q_scale,
-            "kv_scale": q if kv_scale is None else kv_scale,
-            "attn_sink": q if attn_sink is None else attn_sink,
+            "indptr": indptr,
+            "topk_length": topk_length,
+            "q_scale": q_scale if q.dtype in formats.FP8_MAX else None,
+            "kv_scale": kv_scale if layout.kind == "fp8" else None,
+            "attn_sink": attn_sink if splits == 1 else None,
             "softmax_scale": softmax_scale,
-            "q_stride_t": q.stride(0),
-            "q_stride_h": q.stride(1),
-            "q_stride_w": q.stride(2),
+            "unit": 1.0,
+            **_strides("q", q, "thw"),
             "cache_stride_block": cache.stride(0),
             "cache_stride_row": cache.stride(1),
             "index_stride_t": 0 if indptr is not None else indices.stride(0),
             "index_stride_k": indices.stride(-1),
             "length_stride": 0 if lengths is None else lengths.stride(0),
+            "sink_stride": sink_stride,
             "num_heads": heads,
             "num_keys": keys,
             "num_indices": indices.shape[0],
@@ -552,24 +633,23 @@ def sparse_mla_fwd(
             "R": rope,
             "BLOCK_H": block_heads,
             "BLOCK_N": settings["BLOCK_N"],
-            "BLOCK_L": block_latent,
-            "BLOCK_R": _power_of_two(rope, least=16),
+            "BLOCK_G": block_group,
+            "GROUPS": block_latent // block_group,
+            "BLOCK_R": _power_of_two(rope, least=least),
             "KV_FORMAT": _KV_FORMATS[layout.kind],
             "DOT_TYPE": _TRITON_TYPES[dots.latent],
             "ROPE_TYPE": _TRITON_TYPES[dots.rope],
             "QK_FP8_MAX": dots.fp8_max,
             "PV_FP8": dots.pv_fp8,
             "NORMALIZE_Q": dots.normalize_q,
+            "SPLIT_SUM": block_heads < 64,  # below it there are no warp-group instructions, which need no such help
+            "CONVERT": convert,
+            "PDL": pdl,
             "DENSE_CACHE": cache.stride(0) == block_size * cache.stride(1),
-            "IS_FLAT": indptr is not None,
-            "HAS_LENGTH": topk_length is not None,
-            "HAS_Q_SCALE": q_scale is not None and q.dtype in formats.FP8_MAX,
-            "HAS_KV_SCALE": kv_scale is not None and layout.kind == "fp8",
-            "HAS_SINK": attn_sink is not None and splits == 1,
-            "WRITE_LSE": return_lse or splits > 1,
             "EMULATED": INTERPRETED,
         },
         {"num_warps": settings["num_warps"], "num_stages": settings["num_stages"]},
+        fp8_view=layout.dtype,
     )
     if splits > 1:
         block_columns = min(128, block_latent)
@@ -578,18 +658,18 @@ def sparse_mla_fwd(
             (rows * heads, triton.cdiv(kv_lora_rank, block_columns)),
             {
                 "out": out,
-                "lse_out": lse,
+                "lse_out": lse if return_lse else None,
                 "partial": target,
                 "partial_lse": target_lse,
-                "attn_sink": q if attn_sink is None else attn_sink,
+                "attn_sink": attn_sink,
+                "sink_stride": sink_stride,
                 "num_heads": heads,
                 "num_splits": splits,
                 "L": kv_lora_rank,
                 "BLOCK_L": block_columns,
                 "BLOCK_S": _power_of_two(splits),
-                "HAS_SINK": attn_sink is not None,
-                "WRITE_LSE": return_lse,
+                "PDL": pdl,
                 "EMULATED": INTERPRETED,
             },
-            {"num_warps": 4},
+            {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
         )

@@ -106,8 +106,8 @@ def qk_rope_concat_cache_kernel(
     kv_c_stride_l,
     k_pe_stride_t,
     k_pe_stride_r,
-    position_stride,
-    slot_stride,
+    position_stride_t,
+    slot_stride_t,
     table_stride_p,
     table_stride_r,
     cache_stride_block,
@@ -122,10 +122,7 @@ def qk_rope_concat_cache_kernel(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     QUERY_PROGRAMS: tl.constexpr,
-    ROTATE: tl.constexpr,
     IS_NEOX: tl.constexpr,
-    HAS_Q_SCALE: tl.constexpr,
-    HAS_KV_SCALE: tl.constexpr,
     Q_FP8_MAX: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
     KV_FORMAT: tl.constexpr,
@@ -133,87 +130,98 @@ def qk_rope_concat_cache_kernel(
 ):
     """Program (t, g): heads g·BLOCK_H … of token t's query for g < QUERY_PROGRAMS, else its row of the cache.
 
+    Parts that are None are left out: the query (`out`), the cache, the rotation (`cos_sin`), scales.
     out: [T, H, L + R] contiguous. cache: elements of the stored type; for 656-byte rows its fp8 view, strides in bytes.
-    Q_FP8_MAX, KV_FP8_MAX: largest value of the fp8 target, 0 for others. QUERY_PROGRAMS: 0 leaves the query out.
+    Q_FP8_MAX, KV_FP8_MAX: largest value of the fp8 target, 0 for others.
     """
     t = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     half: tl.constexpr = R // 2
     latent = tl.arange(0, BLOCK_L)
-    if ROTATE and R > 0:
+    if cos_sin is not None and R > 0:
         cos, sin = _load_angles(
-            positions, cos_sin, t, position_stride, table_stride_p, table_stride_r, table_rows, half, HALF
+            positions, cos_sin, t, position_stride_t, table_stride_p, table_stride_r, table_rows, half, HALF
         )
-    if group < QUERY_PROGRAMS:
-        scale = 1.0
-        if HAS_Q_SCALE:
-            scale = tl.load(q_scale)
-        q_type: tl.constexpr = out.dtype.element_ty
-        head = group * BLOCK_H + tl.arange(0, BLOCK_H)
-        ok = (head < num_heads)[:, None]
-        head = head.to(tl.int64)[:, None]
-        target = out + (t * num_heads + head) * (L + R)
-        nope = tl.load(
-            q_nope + t * q_nope_stride_t + head * q_nope_stride_h + latent[None, :] * q_nope_stride_l,
-            mask=ok & (latent < L)[None, :],
-            other=0.0,
-        )
-        tl.store(
-            target + latent[None, :],
-            _store_type(nope, scale, q_type, Q_FP8_MAX, EMULATED),
-            mask=ok & (latent < L)[None, :],
-        )
-        if R > 0:
-            base = q_pe + t * q_pe_stride_t + head * q_pe_stride_h
-            first, second = _load_rope_pairs(base, q_pe_stride_r, half, HALF, IS_NEOX, ok)
-            if ROTATE:
-                first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
-            first = _store_type(first, scale, q_type, Q_FP8_MAX, EMULATED)
-            second = _store_type(second, scale, q_type, Q_FP8_MAX, EMULATED)
-            _store_rope_pairs(target + L, first, second, half, HALF, IS_NEOX, ok)
-    else:
-        # A block of one slot: the interpreter cannot broadcast a scalar of int1, which the mask would be.
-        slot = tl.load(slots + t * slot_stride + tl.arange(0, 1)).to(tl.int64)
-        ok = (slot >= 0) & (slot < num_slots)
-        row = cache + row_offset(tl.where(ok, slot, 0), block_size, cache_stride_block, cache_stride_row)
-        kv_type: tl.constexpr = cache.dtype.element_ty
-        source = kv_c + t * kv_c_stride_t
-        if KV_FORMAT == DS_MLA:
-            part = tl.arange(0, DS_MLA_GROUPS)
-            column = part[:, None] * DS_MLA_GROUP + tl.arange(0, DS_MLA_GROUP)[None, :]
-            values = tl.load(source + column * kv_c_stride_l).to(tl.float32)
-            scales = tl.div_rn(amax(values, 1), KV_FP8_MAX + tl.zeros([DS_MLA_GROUPS], tl.float32))
-            scales = round_up_to_power_of_two(tl.maximum(scales, AMAX_FLOOR))
-            stored = to_fp8(tl.div_rn(values, scales[:, None] + tl.zeros_like(values)), kv_type, KV_FP8_MAX, EMULATED)
-            tl.store(row[:, None] + column, stored, mask=ok[:, None])
-            tl.store((row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32)) + part, scales, mask=ok)
-            rope = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
-            if R == 0:
-                tl.store(rope + tl.arange(0, 64), tl.zeros([64], tl.bfloat16), mask=ok)
-        else:
-            scale = 1.0
-            if HAS_KV_SCALE:
-                scale = tl.load(kv_scale)
-            values = tl.load(source + latent * kv_c_stride_l, mask=latent < L, other=0.0)
-            tl.store(row + latent, _store_type(values, scale, kv_type, KV_FP8_MAX, EMULATED), mask=ok & (latent < L))
-        if R > 0:
-            first, second = _load_rope_pairs(k_pe + t * k_pe_stride_t, k_pe_stride_r, half, HALF, IS_NEOX, ok)
-            if ROTATE:
-                first, second = _rotate(first, second, cos, sin, EMULATED)
+    if out is not None:
+        if group < QUERY_PROGRAMS:
+            q_divisor = 1.0
+            if q_scale is not None:
+                q_divisor = tl.load(q_scale)
+            q_type: tl.constexpr = out.dtype.element_ty
+            head = group * BLOCK_H + tl.arange(0, BLOCK_H)
+            ok = (head < num_heads)[:, None]
+            head = head.to(tl.int64)[:, None]
+            target = out + (t * num_heads + head) * (L + R)
+            nope = tl.load(
+                q_nope + t * q_nope_stride_t + head * q_nope_stride_h + latent[None, :] * q_nope_stride_l,
+                mask=ok & (latent < L)[None, :],
+                other=0.0,
+            )
+            tl.store(
+                target + latent[None, :],
+                _store_type(nope, q_divisor, q_type, Q_FP8_MAX, EMULATED),
+                mask=ok & (latent < L)[None, :],
+            )
+            if R > 0:
+                base = q_pe + t * q_pe_stride_t + head * q_pe_stride_h
+                first, second = _load_rope_pairs(base, q_pe_stride_r, half, HALF, IS_NEOX, ok)
+                if cos_sin is not None:
+                    first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
+                first = _store_type(first, q_divisor, q_type, Q_FP8_MAX, EMULATED)
+                second = _store_type(second, q_divisor, q_type, Q_FP8_MAX, EMULATED)
+                _store_rope_pairs(target + L, first, second, half, HALF, IS_NEOX, ok)
+    if cache is not None:
+        if group == QUERY_PROGRAMS:
+            # A block of one slot: the interpreter cannot broadcast a scalar of int1, which the mask would be.
+            slot = tl.load(slots + t * slot_stride_t + tl.arange(0, 1)).to(tl.int64)
+            slot_ok = (slot >= 0) & (slot < num_slots)
+            row = cache + row_offset(tl.where(slot_ok, slot, 0), block_size, cache_stride_block, cache_stride_row)
+            kv_type: tl.constexpr = cache.dtype.element_ty
+            source = kv_c + t * kv_c_stride_t
             if KV_FORMAT == DS_MLA:
-                _store_rope_pairs(
-                    rope,
-                    cast(first, tl.bfloat16, EMULATED),
-                    cast(second, tl.bfloat16, EMULATED),
-                    half,
-                    HALF,
-                    IS_NEOX,
-                    ok,
+                part = tl.arange(0, DS_MLA_GROUPS)
+                column = part[:, None] * DS_MLA_GROUP + tl.arange(0, DS_MLA_GROUP)[None, :]
+                values = tl.load(source + column * kv_c_stride_l).to(tl.float32)
+                scales = tl.div_rn(amax(values, 1), KV_FP8_MAX + tl.zeros([DS_MLA_GROUPS], tl.float32))
+                scales = round_up_to_power_of_two(tl.maximum(scales, AMAX_FLOOR))
+                stored = to_fp8(
+                    tl.div_rn(values, scales[:, None] + tl.zeros_like(values)), kv_type, KV_FP8_MAX, EMULATED
                 )
+                tl.store(row[:, None] + column, stored, mask=slot_ok[:, None])
+                tl.store((row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32)) + part, scales, mask=slot_ok)
+                rope = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+                if R == 0:
+                    tl.store(rope + tl.arange(0, 64), tl.zeros([64], tl.bfloat16), mask=slot_ok)
             else:
-                first = _store_type(first, scale, kv_type, KV_FP8_MAX, EMULATED)
-                second = _store_type(second, scale, kv_type, KV_FP8_MAX, EMULATED)
-                _store_rope_pairs(row + L, first, second, half, HALF, IS_NEOX, ok)
+                kv_divisor = 1.0
+                if kv_scale is not None:
+                    kv_divisor = tl.load(kv_scale)
+                values = tl.load(source + latent * kv_c_stride_l, mask=latent < L, other=0.0)
+                tl.store(
+                    row + latent,
+                    _store_type(values, kv_divisor, kv_type, KV_FP8_MAX, EMULATED),
+                    mask=slot_ok & (latent < L),
+                )
+            if R > 0:
+                k_first, k_second = _load_rope_pairs(
+                    k_pe + t * k_pe_stride_t, k_pe_stride_r, half, HALF, IS_NEOX, slot_ok
+                )
+                if cos_sin is not None:
+                    k_first, k_second = _rotate(k_first, k_second, cos, sin, EMULATED)
+                if KV_FORMAT == DS_MLA:
+                    _store_rope_pairs(
+                        rope,
+                        cast(k_first, tl.bfloat16, EMULATED),
+                        cast(k_second, tl.bfloat16, EMULATED),
+                        half,
+                        HALF,
+                        IS_NEOX,
+                        slot_ok,
+                    )
+                else:
+                    k_first = _store_type(k_first, kv_divisor, kv_type, KV_FP8_MAX, EMULATED)
+                    k_second = _store_type(k_second, kv_divisor, kv_type, KV_FP8_MAX, EMULATED)
+                    _store_rope_pairs(row + L, k_first, k_second, half, HALF, IS_NEOX, slot_ok)
 
 
 @triton.jit(do_not_specialize=("num_heads", "table_rows"))
@@ -229,7 +237,7 @@ def rotary_embedding_kernel(
     q_stride_r,
     k_stride_t,
     k_stride_r,
-    position_stride,
+    position_stride_t,
     table_stride_p,
     table_stride_r,
     num_heads,
@@ -246,7 +254,7 @@ def rotary_embedding_kernel(
     group = tl.program_id(1)
     half: tl.constexpr = R // 2
     cos, sin = _load_angles(
-        positions, cos_sin, t, position_stride, table_stride_p, table_stride_r, table_rows, half, HALF
+        positions, cos_sin, t, position_stride_t, table_stride_p, table_stride_r, table_rows, half, HALF
     )
     if group < QUERY_PROGRAMS:
         head = group * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -257,8 +265,7 @@ def rotary_embedding_kernel(
         first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
         _store_rope_pairs(q_out + (t * num_heads + head) * R, first, second, half, HALF, IS_NEOX, ok)
     else:
-        first, second = _load_rope_pairs(
-            k_pe + t * k_stride_t, k_stride_r, half, HALF, IS_NEOX, tl.full([1], True, tl.int1)
-        )
-        first, second = _rotate(first, second, cos, sin, EMULATED)
-        _store_rope_pairs(k_out + t * R, first, second, half, HALF, IS_NEOX, ok)
+        all_ok = tl.arange(0, 1) >= 0
+        k_first, k_second = _load_rope_pairs(k_pe + t * k_stride_t, k_stride_r, half, HALF, IS_NEOX, all_ok)
+        k_first, k_second = _rotate(k_first, k_second, cos, sin, EMULATED)
+        _store_rope_pairs(k_out + t * R, k_first, k_second, half, HALF, IS_NEOX, all_ok)

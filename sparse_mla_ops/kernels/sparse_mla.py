@@ -11,8 +11,6 @@ import triton.language as tl
 from sparse_mla_ops.kernels.common import (
     AMAX_FLOOR,
     DS_MLA,
-    DS_MLA_GROUP,
-    DS_MLA_GROUPS,
     DS_MLA_ROPE_AT,
     DS_MLA_SCALES_AT,
     amax,
@@ -25,6 +23,8 @@ from sparse_mla_ops.kernels.common import (
 # Numbers that change with the step: their divisibility would only make more variants of one kernel.
 UNSPECIALIZED = ("num_heads", "num_keys", "num_indices", "num_slots", "block_size", "keys_per_split", "num_splits")
 
+# Weights times the scales of 656-byte rows (2^-8 for latents near 1) are kept in the middle of fp16's range.
+WEIGHT_GAIN = tl.constexpr(256.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -39,15 +39,31 @@ def _dot(a, b, acc, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def _to_dot_type(x, dtype: tl.constexpr, fp8_max: tl.constexpr, EMULATED: tl.constexpr):
-    if fp8_max > 0:
-        return to_fp8(x, dtype, fp8_max, EMULATED)
+def _query_operand(
+    q, divisor, NORMALIZE: tl.constexpr, dtype: tl.constexpr, fp8_max: tl.constexpr, EMULATED: tl.constexpr
+):
+    """A tile of the query in the type it is multiplied in."""
+    if NORMALIZE and fp8_max > 0:
+        return to_fp8(q.to(tl.float32) / divisor[:, None], dtype, fp8_max, EMULATED)
+    elif NORMALIZE:
+        return cast(q.to(tl.float32) / divisor[:, None], dtype, EMULATED)
     else:
-        return x.to(dtype)
+        return q.to(dtype)
 
 
 @triton.jit
-def _share_and_lse(m, total, sink, HAS_SINK: tl.constexpr):
+def _weight_operand(p, dtype: tl.constexpr, fp8_max: tl.constexpr, pv_fp8: tl.constexpr, EMULATED: tl.constexpr):
+    """The softmax weights in the type they are multiplied in: fp16 next to fp8 keys whose values are not."""
+    if pv_fp8:
+        return to_fp8(p * fp8_max, dtype, fp8_max, EMULATED)
+    elif fp8_max > 0:
+        return p.to(tl.float16)
+    else:
+        return cast(p, dtype, EMULATED)
+
+
+@triton.jit
+def _share_and_lse(m, total, sink):
     """(factor of the weighted values, lse) from the largest score m and the sum of exp(score − m), natural logarithms.
 
     A row without a valid index has total 0: a finite factor of values that are 0, and lse −inf. The sink takes its part
@@ -57,9 +73,49 @@ def _share_and_lse(m, total, sink, HAS_SINK: tl.constexpr):
     total = tl.where(empty, 1.0, total)
     lse = m + tl.log(total)
     share = 1.0 / total
-    if HAS_SINK:
+    if sink is not None:
         share *= tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(sink - tl.where(empty, 0.0, lse))))
     return share, tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
+def _load_query_groups(
+    q_row, stride_w, head_ok, L: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr
+):
+    """The latent part of the query as GROUPS tiles [BLOCK_H, BLOCK_G], as stored."""
+    tiles = ()
+    for g in tl.static_range(GROUPS):
+        column = g * BLOCK_G + tl.arange(0, BLOCK_G)
+        tile = tl.load(q_row + column[None, :] * stride_w, mask=head_ok[:, None] & (column < L)[None, :], other=0.0)
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def _load_latent_groups(row, valid, L: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr):
+    """The latents of a block of keys as GROUPS tiles [BLOCK_N, BLOCK_G], as stored."""
+    tiles = ()
+    for g in tl.static_range(GROUPS):
+        column = g * BLOCK_G + tl.arange(0, BLOCK_G)
+        tile = tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < L)[None, :], other=0.0)
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def _convert(tile, unit, dtype: tl.constexpr):
+    """fp8 → 16 bits, once for good.
+
+    `unit` is 1, but the compiler does not know: of a bare conversion it makes one per product, of bytes that it has
+    first brought into the layout of that product's operand.
+    """
+    return tile.to(dtype) * (unit + tl.zeros([1, 1], tl.float32)).to(dtype)
+
+
+@triton.jit
+def _load_group_scale(row, valid, g: tl.constexpr):
+    """Scale of latent group g of each key's 656-byte row; 1 for a hole."""
+    return tl.load((row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32)) + g, mask=valid, other=1.0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -75,6 +131,7 @@ def sparse_mla_kernel(
     kv_scale,
     attn_sink,
     softmax_scale,
+    unit,
     q_stride_t,
     q_stride_h,
     q_stride_w,
@@ -83,6 +140,7 @@ def sparse_mla_kernel(
     index_stride_t,
     index_stride_k,
     length_stride,
+    sink_stride,
     num_heads,
     num_keys,
     num_indices,
@@ -94,7 +152,8 @@ def sparse_mla_kernel(
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     DOT_TYPE: tl.constexpr,
@@ -103,35 +162,39 @@ def sparse_mla_kernel(
     PV_FP8: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
     DENSE_CACHE: tl.constexpr,
-    IS_FLAT: tl.constexpr,
-    HAS_LENGTH: tl.constexpr,
-    HAS_Q_SCALE: tl.constexpr,
-    HAS_KV_SCALE: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    SPLIT_SUM: tl.constexpr,
+    CONVERT: tl.constexpr,
+    PDL: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """Program (t · head blocks + head block, split): BLOCK_H heads of row t over keys split · keys_per_split …
 
+    The latent is handled as GROUPS tiles of BLOCK_G columns. What is None is left out.
     out: [T, H, L], or with num_splits > 1 fp32 partial results [T, H, num_splits, L], each normalised, with lse_out
     their lse [T, H, num_splits]. cache: elements of the stored type; for 656-byte rows its fp8 view, strides in bytes.
+    attn_sink: only where there is one split; else it joins when the splits do. unit: 1.0.
     DOT_TYPE: type in which the latent is multiplied. ROPE_TYPE: the same of the rope part.
-    HAS_SINK: only where there is one split; else it joins when the splits do.
     QK_FP8_MAX: 0, or multiply q · k in the cache's fp8, whose largest value this is. PV_FP8: p · v in fp8 as well.
-    NORMALIZE_Q: divide each row of q by a power of two so that it fits fp16. DENSE_CACHE: slots at one pitch.
+    NORMALIZE_Q: divide each row of q by a number so that it fits DOT_TYPE. DENSE_CACHE: slots at one pitch.
+    SPLIT_SUM: sum each group's scores on its own: a short chain of small matrix instructions each, instead of one long.
+    CONVERT: where fp8 tiles are multiplied at 16 bits, 2 converts them once for both products, scales of 656-byte rows
+    included; 1 once for the second product; 0 leaves it to each. Below 2 those scales go into scores and weights.
+    PDL: let the kernel that joins the splits be launched before this one ends (Hopper and newer).
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     pid = tl.program_id(0)
     t = (pid // head_blocks).to(tl.int64)
     split = tl.program_id(1)
     head = (pid % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = head < num_heads
-    latent = tl.arange(0, BLOCK_L)
+    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT < 2
     rope = tl.arange(0, BLOCK_R)
     key = tl.arange(0, BLOCK_N)
 
     # The row's own list of keys.
-    if IS_FLAT:
+    if indptr is not None:
         begin = tl.load(indptr + t * length_stride).to(tl.int64)
         end = tl.minimum(tl.load(indptr + (t + 1) * length_stride).to(tl.int64), num_indices)
         count = tl.maximum(tl.minimum(end - begin, num_keys), 0).to(tl.int32)
@@ -140,47 +203,53 @@ def sparse_mla_kernel(
     else:
         before = 0
         count = num_keys
-        if HAS_LENGTH:
+        if topk_length is not None:
             count = tl.minimum(tl.load(topk_length + t * length_stride).to(tl.int32), num_keys)
         row_indices = indices + t * index_stride_t
 
-    # The query, multiplied by nothing yet: what scales it is folded into the scores.
+    # The query as it is: what scales it is folded into the scores.
     q_row = q + t * q_stride_t + head.to(tl.int64)[:, None] * q_stride_h
-    q_latent = tl.load(q_row + latent[None, :] * q_stride_w, mask=head_ok[:, None] & (latent < L)[None, :], other=0.0)
+    q_groups = _load_query_groups(q_row, q_stride_w, head_ok, L, BLOCK_H, BLOCK_G, GROUPS)
     score_scale = tl.zeros([BLOCK_H], tl.float32) + softmax_scale * LOG2_E
-    rope_scale = score_scale
-    if HAS_Q_SCALE:
+    if q_scale is not None:
         score_scale *= tl.load(q_scale)
-        rope_scale = score_scale
+    rope_scale = score_scale
     if R > 0:
         q_rope_row = q_row + (L + rope[None, :]) * q_stride_w
         q_rope = tl.load(q_rope_row, mask=head_ok[:, None] & (rope < R)[None, :], other=0.0)
+    divisor = tl.full([BLOCK_H], 1.0, tl.float32)
     if NORMALIZE_Q:
-        largest = amax(q_latent.to(tl.float32), 1)
+        largest = tl.zeros([BLOCK_H], tl.float32)
+        for g in tl.static_range(GROUPS):
+            largest = tl.maximum(largest, amax(q_groups[g].to(tl.float32), 1))
         if R > 0 and KV_FORMAT != DS_MLA:
             largest = tl.maximum(largest, amax(q_rope.to(tl.float32), 1))
         if QK_FP8_MAX > 0:
-            unit = tl.maximum(largest, AMAX_FLOOR) / QK_FP8_MAX
+            divisor = tl.maximum(largest, AMAX_FLOOR) / QK_FP8_MAX
         else:
-            unit = round_up_to_power_of_two(tl.maximum(largest, 1e-30))
-        q_latent = _to_dot_type(q_latent.to(tl.float32) / unit[:, None], DOT_TYPE, QK_FP8_MAX, EMULATED)
-        if R > 0 and KV_FORMAT != DS_MLA:
-            q_rope = _to_dot_type(q_rope.to(tl.float32) / unit[:, None], ROPE_TYPE, QK_FP8_MAX, EMULATED)
-        score_scale *= unit
+            divisor = round_up_to_power_of_two(tl.maximum(largest, 1e-30))
+        score_scale *= divisor
         if KV_FORMAT != DS_MLA:
             rope_scale = score_scale
-    q_latent = q_latent.to(DOT_TYPE)
+    q_latent = ()
+    for g in tl.static_range(GROUPS):
+        q_latent = q_latent + (_query_operand(q_groups[g], divisor, NORMALIZE_Q, DOT_TYPE, QK_FP8_MAX, EMULATED),)
     if R > 0:
-        q_rope = q_rope.to(ROPE_TYPE)
+        if KV_FORMAT == DS_MLA:
+            q_rope = cast(q_rope, ROPE_TYPE, EMULATED)  # its keys are bf16, in the model's own range
+        else:
+            q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, QK_FP8_MAX, EMULATED)
     value_scale = 1.0
-    if HAS_KV_SCALE:
+    if kv_scale is not None:
         value_scale = tl.load(kv_scale)
         score_scale *= value_scale
         rope_scale *= value_scale
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
+    acc = ()
+    for _ in tl.static_range(GROUPS):
+        acc = acc + (tl.zeros([BLOCK_H, BLOCK_G], tl.float32),)
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, count)
     for start in range(first, last, BLOCK_N):
@@ -192,7 +261,28 @@ def sparse_mla_kernel(
             row = cache + slot.to(tl.int64) * cache_stride_row
         else:
             row = cache + row_offset(slot, block_size, cache_stride_block, cache_stride_row)
-        kv = tl.load(row[:, None] + latent[None, :], mask=valid[:, None] & (latent < L)[None, :], other=0.0)
+        kv = _load_latent_groups(row, valid, L, BLOCK_G, GROUPS)
+
+        if CONVERT == 2:
+            converted = ()
+            for g in tl.static_range(GROUPS):
+                if KV_FORMAT == DS_MLA:
+                    scale = _load_group_scale(row, valid, g).to(DOT_TYPE)
+                    converted = converted + (kv[g].to(DOT_TYPE) * scale[:, None],)
+                else:
+                    converted = converted + (_convert(kv[g], unit, DOT_TYPE),)
+            kv = converted
+
+        zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        scores = zero
+        for g in tl.static_range(GROUPS):
+            keys = tl.trans(kv[g].to(DOT_TYPE))
+            if SCALE_LATER:
+                scores += _dot(q_latent[g], keys, zero, EMULATED) * _load_group_scale(row, valid, g)[None, :]
+            elif SPLIT_SUM:
+                scores += _dot(q_latent[g], keys, zero, EMULATED)
+            else:
+                scores = _dot(q_latent[g], keys, scores, EMULATED)
         if R > 0:
             if KV_FORMAT == DS_MLA:
                 rope_row = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
@@ -200,21 +290,12 @@ def sparse_mla_kernel(
                 rope_row = row + L
             k_rope = tl.load(rope_row[:, None] + rope[None, :], mask=valid[:, None] & (rope < R)[None, :], other=0.0)
             k_rope = k_rope.to(ROPE_TYPE)
-
-        zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-        if KV_FORMAT == DS_MLA:
-            group = tl.arange(0, DS_MLA_GROUPS)
-            scale_row = (row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32))
-            scales = tl.load(scale_row[:, None] + group[None, :], mask=valid[:, None], other=0.0)
-            grouped = tl.reshape(kv.to(tl.float16), [BLOCK_N, DS_MLA_GROUPS, DS_MLA_GROUP])
-            kv = tl.reshape(grouped * scales.to(tl.float16)[:, :, None], [BLOCK_N, BLOCK_L]).to(DOT_TYPE)
-            scores = _dot(q_latent, tl.trans(kv), zero, EMULATED) * score_scale[:, None]
-            if R > 0:
+            if KV_FORMAT == DS_MLA:
+                scores *= score_scale[:, None]
                 scores += _dot(q_rope, tl.trans(k_rope), zero, EMULATED) * rope_scale[:, None]
+            else:
+                scores = _dot(q_rope, tl.trans(k_rope), scores, EMULATED) * score_scale[:, None]
         else:
-            scores = _dot(q_latent, tl.trans(kv.to(DOT_TYPE)), zero, EMULATED)
-            if R > 0:
-                scores = _dot(q_rope, tl.trans(k_rope), scores, EMULATED)
             scores *= score_scale[:, None]
         scores = tl.where(valid[None, :], scores, float("-inf"))
 
@@ -223,31 +304,38 @@ def sparse_mla_kernel(
         alpha = tl.exp2(m - safe_m)
         p = tl.exp2(scores - safe_m[:, None])
         total = total * alpha + tl.sum(p, 1)
-        acc *= alpha[:, None]
-        if PV_FP8:
-            acc = _dot(to_fp8(p * QK_FP8_MAX, DOT_TYPE, QK_FP8_MAX, EMULATED), kv, acc, EMULATED)
-        elif QK_FP8_MAX > 0:
-            acc = _dot(p.to(tl.float16), kv.to(tl.float16), acc, EMULATED)
-        else:
-            acc = _dot(cast(p, DOT_TYPE, EMULATED), kv.to(DOT_TYPE), acc, EMULATED)
         m = new_m
+        new_acc = ()
+        for g in tl.static_range(GROUPS):
+            weights = p
+            if SCALE_LATER:
+                weights = p * (_load_group_scale(row, valid, g) * WEIGHT_GAIN)[None, :]
+            weights = _weight_operand(weights, DOT_TYPE, QK_FP8_MAX, PV_FP8, EMULATED)
+            if CONVERT == 1:
+                values = _convert(kv[g], unit, weights.dtype)
+            else:
+                values = kv[g].to(weights.dtype)
+            new_acc = new_acc + (_dot(weights, values, acc[g] * alpha[:, None], EMULATED),)
+        acc = new_acc
 
+    if attn_sink is not None:
+        share, lse = _share_and_lse(m * LN_2, total, tl.load(attn_sink + head * sink_stride, mask=head_ok, other=0.0))
+    else:
+        share, lse = _share_and_lse(m * LN_2, total, None)
     if PV_FP8:
-        acc *= 1.0 / QK_FP8_MAX
-    if HAS_KV_SCALE:
-        acc *= value_scale
-    sink = m
-    if HAS_SINK:
-        sink = tl.load(attn_sink + head, mask=head_ok, other=0.0)
-    share, lse = _share_and_lse(m * LN_2, total, sink, HAS_SINK)
-    acc *= share[:, None]
+        share *= 1.0 / QK_FP8_MAX
+    if SCALE_LATER:
+        share *= 1.0 / WEIGHT_GAIN
+    share *= value_scale
     cell = (t * num_heads + head) * num_splits + split
-    tl.store(
-        out + cell[:, None] * L + latent[None, :],
-        cast(acc, out.dtype.element_ty, EMULATED),
-        mask=head_ok[:, None] & (latent < L)[None, :],
-    )
-    if WRITE_LSE:
+    for g in tl.static_range(GROUPS):
+        column = g * BLOCK_G + tl.arange(0, BLOCK_G)
+        tl.store(
+            out + cell[:, None] * L + column[None, :],
+            cast(acc[g] * share[:, None], out.dtype.element_ty, EMULATED),
+            mask=head_ok[:, None] & (column < L)[None, :],
+        )
+    if lse_out is not None:
         tl.store(lse_out + cell, lse, mask=head_ok)
 
 
@@ -258,16 +346,18 @@ def combine_splits_kernel(
     partial,
     partial_lse,
     attn_sink,
+    sink_stride,
     num_heads,
     num_splits,
     L: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    PDL: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """Program (t · H + h, c): columns c · BLOCK_L … of one (row, head), its splits joined in their fixed order."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     cell = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     split = tl.arange(0, BLOCK_S)
@@ -280,11 +370,11 @@ def combine_splits_kernel(
         mask=(split < num_splits)[:, None] & (column < L)[None, :],
         other=0.0,
     )
-    sink = m
-    if HAS_SINK:
-        sink = tl.load(attn_sink + cell % num_heads)
-    share, lse = _share_and_lse(m, total, sink, HAS_SINK)
+    if attn_sink is not None:
+        share, lse = _share_and_lse(m, total, tl.load(attn_sink + (cell % num_heads) * sink_stride))
+    else:
+        share, lse = _share_and_lse(m, total, None)
     result = tl.sum(values * weight[:, None], 0) * share
     tl.store(out + cell * L + column, cast(result, out.dtype.element_ty, EMULATED), mask=column < L)
-    if WRITE_LSE:
+    if lse_out is not None:
         tl.store(lse_out + cell, lse, mask=tl.program_id(1) == 0)

@@ -1,0 +1,147 @@
+"""Every other backend against the reference: bit for bit where the contract says so, else within its accuracy.
+
+On a CPU the triton backend runs in Triton's interpreter, as the root conftest asks, with bf16 and fp8 rounded by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_mla_ops import formats, registry, testing
+from sparse_mla_ops.testing import CASES, LAYOUTS, OpCase
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = tuple(backend.name for backend in registry.BACKENDS if backend.name != "reference")
+BITWISE = (
+    "rotary_embedding",
+    "concat_mla_q",
+    "concat_and_cache_mla",
+    "fused_qk_rope_concat_and_cache_mla",
+    "convert_req_index_to_global_index",
+)
+OTHER_HEADS = (1, 4, 8, 11, 17, 32, 40, 64, 80, 128)
+
+
+def run(case: OpCase, backend: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    return testing.outcome(lambda **kwargs: case.function(**kwargs, backend=backend), arguments)
+
+
+def skip_unless_it_runs(case: OpCase, backend: str, arguments: dict[str, Any]) -> None:
+    explanation = registry.explain(case.op, **arguments, backend=backend)
+    if explanation.backend is None:
+        pytest.skip(explanation.reasons[backend])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", testing.cases_of(*BITWISE), ids=str)
+def test_bits_are_those_of_the_reference(case: OpCase, layout: str, backend: str) -> None:
+    arguments = case.arguments(tokens=7, layout=layout, device=DEVICE)
+    skip_unless_it_runs(case, backend, arguments)
+    expected = run(case, "reference", case.arguments(tokens=7, layout=layout, device=DEVICE))
+    testing.assert_same_bits(run(case, backend, arguments), expected)
+
+
+def precision_of(arguments: dict[str, Any]) -> str:
+    """What the dots are in (see testing.TOLERANCES)."""
+    q, cache = arguments["q"], arguments["kv_cache"]
+    fp8_query = q.dtype in formats.FP8_MAX and arguments.get("dot_precision") != "bf16"
+    if arguments.get("dot_precision") == "fp8" or fp8_query:
+        return "fp8"
+    return "fp32" if q.dtype == cache.dtype == torch.float32 else "bf16"
+
+
+def in_double(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Attention by the reference's formula, in fp64 on dequantised inputs."""
+    q, rank = arguments["q"], arguments["kv_lora_rank"]
+    scales = {name: arguments.get(name) for name in ("q_scale", "kv_scale")}
+    values = {name: 1.0 if scale is None else scale.item() for name, scale in scales.items()}
+    real_q = formats.dequantize(q, scales["q_scale"] if q.dtype in formats.FP8_MAX else None).double()
+    parts = formats.unpack_kv_cache(
+        arguments["kv_cache"], rank, q.shape[2] - rank, values["kv_scale"], arguments.get("fp8_dtype")
+    )
+    kv = torch.cat(parts, dim=-1).flatten(0, 1).double()
+    out, lse = [], []
+    for t in range(len(q)):
+        if (indptr := arguments.get("indptr")) is not None:
+            row = arguments["indices"][indptr[t] : indptr[t + 1]]
+        else:
+            length = arguments.get("topk_length")
+            row = arguments["indices"][t][: None if length is None else length[t]]
+        row = row[(row >= 0) & (row < len(kv))].long()
+        scores = real_q[t] @ kv[row].T * arguments["softmax_scale"]
+        lse.append(scores.logsumexp(-1))
+        result = scores.softmax(-1) @ kv[row][:, :rank]
+        if (sink := arguments.get("attn_sink")) is not None and len(row):
+            result = result * torch.sigmoid(lse[-1] - sink.double()).unsqueeze(-1)
+        out.append(result)
+    return {"output 0": torch.stack(out), "output 1": torch.stack(lse)}
+
+
+def check_attention(case: OpCase, backend: str, arguments: dict[str, Any]) -> None:
+    skip_unless_it_runs(case, backend, arguments)
+    actual, expected = run(case, backend, arguments), in_double(arguments)
+    testing.assert_accurate(actual["output 0"], expected["output 0"], precision_of(arguments))
+    if arguments.get("return_lse"):
+        tolerance = 0.05 if precision_of(arguments) == "fp8" else 1e-3
+        torch.testing.assert_close(actual["output 1"].double(), expected["output 1"], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", testing.cases_of("sparse_mla_fwd"), ids=str)
+def test_attention_is_accurate(case: OpCase, layout: str, backend: str) -> None:
+    check_attention(case, backend, case.arguments(tokens=5, layout=layout, device=DEVICE))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", OTHER_HEADS)
+@pytest.mark.parametrize("cache", ["bf16", "e4m3fn", "rows656"])
+def test_attention_is_accurate_for_any_number_of_heads(cache: str, heads: int, backend: str) -> None:
+    """Numbers of heads below, between and above the kernels' tiles, with a row that attends to nothing."""
+    case = OpCase("sparse_mla_fwd", cache)
+    arguments = case.arguments(tokens=3, device=DEVICE)
+    q = torch.randn(3, heads, arguments["q"].shape[2], generator=torch.Generator().manual_seed(heads))
+    arguments["q"] = q.to(DEVICE, arguments["q"].dtype)
+    check_attention(case, backend, arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sink", [float("-inf"), -3.0, 0.0, 5.0, 1e30, float("inf")])
+@pytest.mark.parametrize("tokens", [1, 40], ids=["split", "whole"])
+def test_sinks_of_any_size_take_their_share(sink: float, tokens: int, backend: str) -> None:
+    case = OpCase("sparse_mla_fwd", "bf16")
+    arguments = case.arguments(tokens=tokens, device=DEVICE)
+    arguments["attn_sink"] = torch.full((arguments["q"].shape[1],), sink, device=DEVICE)
+    arguments["indices"] = arguments["indices"].repeat(1, 30)  # long enough to be split over K
+    check_attention(case, backend, arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kept", [0, 1, 63, 64, 65, 200, 333])
+def test_splits_that_find_no_key_change_nothing(kept: int, backend: str) -> None:
+    """Only the last `kept` of 333 indices are valid, so that whole tiles and whole splits are holes."""
+    case = OpCase("sparse_mla_fwd", "fp32-lse")
+    arguments = case.arguments(tokens=2, device=DEVICE)
+    rows = arguments["kv_cache"].shape[0] * arguments["kv_cache"].shape[1]
+    indices = torch.randint(0, rows, (2, 333), generator=torch.Generator().manual_seed(kept))
+    indices[:, : 333 - kept] = -1
+    arguments["indices"] = indices.to(DEVICE, torch.int32)
+    check_attention(case, backend, arguments)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.op in (*BITWISE, "sparse_mla_fwd")], ids=str)
+def test_same_call_gives_the_same_bits_when_it_is_repeated(case: OpCase, backend: str) -> None:
+    """The second call of the same metadata may take a shorter way; other values must go the same way."""
+    first = case.arguments(device=DEVICE)
+    skip_unless_it_runs(case, backend, first)
+    run(case, backend, first)
+    repeated = run(case, backend, case.arguments(device=DEVICE, seed=3))
+    with registry.record_choices():  # another state of the registry: nothing is remembered for it
+        anew = run(case, backend, case.arguments(device=DEVICE, seed=3))
+    testing.assert_same_bits(repeated, anew)
