@@ -115,8 +115,9 @@ _override: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("spa
 def use_backend(*names: str) -> Iterator[None]:
     """Within the block, calls that name no backend use `names`.
 
-    One name: as if every call had named it, so it never falls back. Several: they replace the order. Calls that name a
-    backend themselves keep it, and what SPARSE_MLA_OPS_BACKENDS leaves out stays out. The choice is made when an
+    One name: as if every call had named it, so it never falls back. Several: they replace the order, and each counts as
+    named: `use_backend("triton", "reference")` lets the reference fill gaps on a GPU. Calls that name a backend
+    themselves keep it, and what SPARSE_MLA_OPS_BACKENDS leaves out stays out. The choice is made when an
     operator runs: entering the block around a compiled function recompiles nothing. Enter it outside the function that
     is compiled; it applies to the current thread (or task) only.
     """
@@ -161,13 +162,14 @@ def _refusal(backend: Backend, op: str, arguments: Sequence[Any], *, named: bool
     return why_not(*arguments) if why_not is not None else None
 
 
-def _candidates(named: str | None) -> tuple[tuple[Backend, ...], str | None]:
-    """The backends to try, in order, and the name that binds the choice, if one does."""
+def _candidates(named: str | None) -> tuple[tuple[Backend, ...], str | None, bool]:
+    """The backends to try, in order; the name that binds the choice, if one does; whether the caller named them all."""
     override = _override.get()
     if named is None and len(override) == 1:
         named = override[0]
     order = (named,) if named is not None else override or _policy.order
-    return tuple(next(backend for backend in BACKENDS if backend.name == name) for name in order), named
+    backends = tuple(next(backend for backend in BACKENDS if backend.name == name) for name in order)
+    return backends, named, named is not None or bool(override)
 
 
 def state() -> tuple[Any, ...]:
@@ -180,10 +182,10 @@ def pick(op: str, arguments: Sequence[Any], named: str | None = None) -> Callabl
 
     Raises BackendUnavailable with one reason per backend.
     """
-    candidates, named = _candidates(named)
+    candidates, named, by_name = _candidates(named)
     reasons: dict[str, str] = {}
     for backend in candidates:
-        reason = _refusal(backend, op, arguments, named=named is not None)
+        reason = _refusal(backend, op, arguments, named=by_name)
         if reason is None:
             _log_choice(op, backend.name, reasons)
             if (choices := _recorder.get()) is not None:
@@ -252,10 +254,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     contract(*bound.args)
     *arguments, named = bound.args
     check_backend_name(named)
-    candidates, named = _candidates(named)
+    candidates, named, by_name = _candidates(named)
     chosen, reasons = None, {}
     for backend in candidates:
-        reason = _refusal(backend, name, arguments, named=named is not None)
+        reason = _refusal(backend, name, arguments, named=by_name)
         if reason is None and chosen is None:
             chosen = backend.name
         else:
