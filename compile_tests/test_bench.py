@@ -226,7 +226,7 @@ def test_rates_and_ratios_follow_from_the_median(monkeypatch: pytest.MonkeyPatch
 
     def make_runner(call: bench.CallSet, calls: int, device: torch.device) -> Runner:
         name = next(names)
-        return Runner(lambda: times[name], lambda: call(0))
+        return Runner(lambda: times[name], lambda: call(0), call)
 
     monkeypatch.setattr(bench, "make_runner", make_runner)
     prepared = bench.Prepared(lambda i: torch.zeros(1), lambda run: 0.5)
@@ -321,7 +321,7 @@ class FakeTuner(bench.Tuner):
         if wrong:
             us *= 0.5
         out = self.right * (2.0 if wrong else 1.0)
-        return Runner(lambda: [us], lambda: out)
+        return Runner(lambda: [us], lambda: out, lambda _: out)
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 The backends here are tiny modules: each fills the outputs of an operator with a number of its own.
 """
 
-from __future__ import importlib
+from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess

@@ -78,13 +78,14 @@ def test_captured_decode_step_replays_on_changed_step_inputs(capturable_model: C
 
     def replayed(model: Any, tokens: torch.Tensor, step: Any, rows: torch.Tensor, phase: str) -> torch.Tensor:
         if not static:
-            static["inputs"] = (tokens.clone(), type(step)(*(tensor.clone() for tensor in step)))
-            step_logits(model, *static["inputs"], rows, phase)  # cuBLAS sets itself up outside a capture
+            static["inputs"] = (tokens.clone(), type(step)(*(tensor.clone() for tensor in step)), rows.clone())
+            step_logits(model, *static["inputs"], phase)  # cuBLAS sets itself up outside a capture
             static["graph"] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(static["graph"]):
-                static["logits"] = step_logits(model, *static["inputs"], rows, phase)
-        held_tokens, held_step = static["inputs"]
+                static["logits"] = step_logits(model, *static["inputs"], phase)
+        held_tokens, held_step, held_rows = static["inputs"]
         held_tokens.copy_(tokens)
+        held_rows.copy_(rows)
         for held, tensor in zip(held_step, step):
             held.copy_(tensor)
         static["graph"].replay()

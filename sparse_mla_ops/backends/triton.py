@@ -172,11 +172,12 @@ def _replayable(function: Callable[..., None]) -> Callable[..., Replay | None]:
         def replay(outputs: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
             own = [arguments[0].new_empty(shape, dtype=dtype) for shape, dtype in scratch]
             given = (*outputs, *arguments[:-1], *own)  # without `backend`
+            stream = torch.cuda.current_stream().cuda_stream
             for run, fixed, goes_to in repeated:
                 values = list(fixed)
                 for i, source in goes_to:
-                    values[i] = given[source]
-                run(*values)
+                    values[i] = given[source].data_ptr()  # of a tensor the launcher asks the driver about its address
+                run(*values, stream=stream)
 
         return replay
 
@@ -539,18 +540,16 @@ def _block_heads(heads: int) -> int:
 def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> tuple[dict[str, Any], int, int]:
     """(settings, splits, keys per split) of a call: a function of T, H, K and the device only.
 
-    Calls that fill the device without splitting are not split.
+    A call that fills the device anyway, or has too few keys, is not split and has settings of its own.
     """
     block_heads = _block_heads(heads)
     programs = rows * triton.cdiv(heads, block_heads)
-    name = f"{dots}-h{block_heads}"
-    split = programs < 2 * device.multiprocessors
-    settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{name}-{'split' if split else 'whole'}")
+    settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-split")
+    wanted = settings["programs_per_sm"] * device.multiprocessors // programs
+    splits = min(wanted, keys // settings["min_keys"])
+    if splits <= 1:
+        splits, settings = 1, tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-whole")
     block_keys = settings["BLOCK_N"]
-    splits = 1
-    if split:
-        wanted = settings["programs_per_sm"] * device.multiprocessors // programs
-        splits = max(1, min(wanted, keys // settings["min_keys"]))
     keys_per_split = triton.cdiv(triton.cdiv(keys, splits), block_keys) * block_keys
     return settings, triton.cdiv(keys, keys_per_split), keys_per_split
 
