@@ -174,30 +174,29 @@ def test_settings_are_valid(listed: list[dict[str, Any]]) -> None:
 
     text = ROOT.joinpath("sparse_mla_ops", "tuned.json").read_text(encoding="utf-8")
     table = json.loads(text, object_pairs_hook=no_duplicates)
-    asked = {one["shape_class"] for one in listed}
+    asked = {name for one in listed for name in one["shape_classes"]}
     assert set(table) <= set(arch.FP8_SUPPORT) - {"cpu"}
     for name, by_op in table.items():
         assert set(by_op) <= set(tuned.DEFAULTS), name
         for op, by_class in by_op.items():
-            unknown = set(by_class) - asked
+            unknown = {f"{op}/{shape_class}" for shape_class in by_class} - asked
             assert not unknown, f"{name}, {op}: no call asks for {sorted(unknown)}"
             for shape_class, settings in by_class.items():
                 where = f"{name}, {op}, {shape_class}"
                 assert set(settings) <= set(tuned.DEFAULTS[op]), where
                 for key, value in settings.items():
                     assert type(value) is int, where
-                    assert value > 0, where
+                    assert value >= (key != "CONVERT"), where  # CONVERT is a choice of three, the others are sizes
                     if key.startswith("BLOCK_") or key == "num_warps":
                         assert value & (value - 1) == 0, f"{where}: {key} is no power of two"
 
 
 def test_every_class_that_is_asked_for_has_settings(listed: list[dict[str, Any]]) -> None:
-    by_op = {op: set(defaults) for op, defaults in tuned.DEFAULTS.items()}
-    asked = {(one["arch"], one["op"], one["shape_class"]) for one in listed if one["shape_class"]}
-    assert {name for name, _, _ in asked} == set(ARCHS)
-    for name, op, shape_class in asked:
-        settings = tuned.settings(name, op if op in by_op else "cache_write", shape_class)
-        assert set(settings) in by_op.values(), (name, op, shape_class)
+    asked = {(one["arch"], shape_class) for one in listed for shape_class in one["shape_classes"]}
+    assert {name for name, _ in asked} == set(ARCHS)
+    for name, where in asked:
+        op, _, shape_class = where.partition("/")
+        assert set(tuned.settings(name, op, shape_class)) == set(tuned.DEFAULTS[op]), (name, where)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -302,7 +301,7 @@ def test_occupancy(name: str, registers: int, shared: int, num_warps: int, progr
 
 
 def specialisation(kernel: str) -> build.Specialisation:
-    return build.Specialisation("op", kernel, "sm90", kernel, "", {}, {}, {}, {}, {})
+    return build.Specialisation("op", kernel, "sm90", kernel, (), {}, {}, {}, {}, {})
 
 
 def test_compiler_that_ends_its_process_fails_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,9 +319,9 @@ def test_compiler_that_ends_its_process_fails_one_kernel(tmp_path: Path, monkeyp
 
 
 def test_report_says_what_is_wrong() -> None:
-    fine = build.Built("op", "fine", "sm90", "kernel", "", {"BLOCK_N": 64, "num_warps": 4}, 1.0, shared_limit=9)
-    large = build.Built("op", "large", "sm90", "kernel", "", {}, 1.0, shared_bytes=10, shared_limit=9)
-    spills = build.Built("op", "spills", "sm90", "kernel", "", {}, 1.0, resources=build.Resources(255, 0, 0, 40))
+    fine = build.Built("op", "fine", "sm90", "kernel", (), {"BLOCK_N": 64, "num_warps": 4}, 1.0, shared_limit=9)
+    large = build.Built("op", "large", "sm90", "kernel", (), {}, 1.0, shared_bytes=10, shared_limit=9)
+    spills = build.Built("op", "spills", "sm90", "kernel", (), {}, 1.0, resources=build.Resources(255, 0, 0, 40))
     report = build.Report((fine, large, spills), (build.Skipped("op", "refused", "sm80", "no fp8"),))
     assert report.failures == (large,)
     text = build.table(report)

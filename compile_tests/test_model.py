@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_mla_ops import formats, registry
+from sparse_mla_ops import formats, registry, testing
 from sparse_mla_ops.nn import (
     CacheFull,
     CacheSpec,
@@ -329,6 +329,24 @@ def test_generate_compiles_each_step_once_in_one_graph(tiny_model: ModelMaker, b
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_compiled_step_copies_no_cache(tiny_model: ModelMaker, family: str):
+    """Functionalisation clones what an operator writes and drops the clone again; one left over would cost a cache."""
+    model = tiny_model(family)
+    # 7 blocks of 11 tokens: no other buffer has a size like that.
+    fuse_model(model, num_blocks=7, block_size=11, max_len=70, kv_dtype=torch.float8_e4m3fn, kv_scale=0.1)
+    cache = paged_cache(model, max_requests=3)
+    step = cache.step({cache.add(): 1 for _ in range(3)})
+    layers = fused_layers(model).values()
+    caches = [layer.kv_cache for layer in layers]
+    caches += [layer.indexer.index_cache for layer in layers if layer.indexer is not None]
+    before = [buffer.view(torch.uint8).clone() for buffer in caches]
+    arguments = (model, torch.tensor([1, 2, 3]), step, torch.arange(3), "decode")
+    testing.assert_no_cache_copy(step_logits, arguments, caches)
+    assert all(bool((now.view(torch.uint8) != then).any()) for now, then in zip(caches, before))  # but all are written
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,71 @@ def test_free_twice_is_refused():
         cache.free(request)
 
 
+def test_reset_closes_everything_and_old_ids_stay_unknown():
+    cache = make_cache()
+    requests = [cache.add(), cache.add()]
+    cache.step(dict.fromkeys(requests, 5))
+    cache.reset()
+    assert (cache.free_blocks, cache.requests) == (6, ())
+    with pytest.raises(KeyError, match="unknown request 0"):
+        cache.step({requests[0]: 1})
+    again = cache.add()
+    assert again not in requests
+    assert cache.step({again: 2}).block_table.tolist() == [[0, -1, -1], [-1, -1, -1], [-1, -1, -1]]
+
+
+def test_fork_needs_the_buffers_to_copy_in():
+    cache = make_cache()
+    request = cache.add()
+    with pytest.raises(ValueError, match="pass buffers="):
+        cache.fork(request)
+    with pytest.raises(ValueError, match=r"expected \[NB=6, …\], got \(5, 4\)"):
+        make_cache_with_buffers(torch.zeros(5, 4))
+
+
+def make_cache_with_buffers(*buffers: torch.Tensor) -> PagedCache:
+    return PagedCache(num_blocks=6, block_size=4, max_len=12, max_requests=3, buffers=buffers)
+
+
+def test_fork_beyond_the_request_rows_changes_nothing():
+    cache = make_cache_with_buffers(torch.zeros(6, 4))
+    requests = [cache.add() for _ in range(3)]
+    cache.step({requests[0]: 6})
+    before = snapshot(cache, requests)
+    with pytest.raises(CacheFull, match="all 3 request rows are in use"):
+        cache.fork(requests[0])
+    assert snapshot(cache, requests) == before
+
+
+def test_step_that_lacks_a_block_for_a_copy_changes_nothing():
+    buffer = torch.arange(24.0).view(6, 4)
+    cache = make_cache_with_buffers(buffer)
+    parent = cache.add()
+    cache.step({parent: 10})  # three blocks, the third half full
+    child, other = cache.fork(parent), cache.add()
+    cache.step({other: 12})
+    assert cache.free_blocks == 0
+    before, bytes_before = snapshot(cache, [parent, child, other]), buffer.clone()
+    with pytest.raises(CacheFull, match="1 more blocks of 4 tokens are needed and 0 are free"):
+        cache.step({child: 1})
+    assert snapshot(cache, [parent, child, other]) == before
+    torch.testing.assert_close(buffer, bytes_before, rtol=0, atol=0)
+    cache.free(other)
+    step = cache.step({child: 1})
+    copied = step.block_table[step.req_id[0], 2].item()
+    torch.testing.assert_close(buffer[copied], bytes_before[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("length", [-1, 6])
+def test_truncate_outside_the_sequence_is_refused(length: int):
+    cache = make_cache()
+    request = cache.add()
+    cache.step({request: 5})
+    with pytest.raises(ValueError, match=f"expected a length of 0 to 5, got {length}"):
+        cache.truncate(request, length)
+    assert cache.length(request) == 5
+
+
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_len", "max_requests"])
 def test_sizes_below_one_are_refused(name: str):
     with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):

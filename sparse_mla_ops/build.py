@@ -311,8 +311,8 @@ class Specialisation:
     arch: str
     kernel: str
     """"module:function"."""
-    shape_class: str
-    """Whose settings the call takes, as `tuned.json` names it; empty where nothing can be tuned."""
+    shape_classes: tuple[str, ...]
+    """Whose settings these calls take: "operator/class", as `tuned.json` has them; empty where nothing is tuned."""
     settings: dict[str, Any]
     """Block sizes, warps and stages, for readers."""
     signature: dict[str, str]
@@ -337,7 +337,7 @@ class Skipped:
     reason: str
 
 
-def specialise(launch: launcher.Launch, call: Call, arch: str, shape_class: str = "") -> Specialisation:
+def specialise(launch: launcher.Launch, call: Call, arch: str, shape_classes: tuple[str, ...] = ()) -> Specialisation:
     """What Triton would compile for `launch` on `arch`, by its own rules for divisibility, ones and pointer ranges."""
     backend = make_backend(TARGETS[arch].gpu)
     kernel = launch.kernel
@@ -351,7 +351,7 @@ def specialise(launch: launcher.Launch, call: Call, arch: str, shape_class: str 
         name=call.name,
         arch=arch,
         kernel=f"{kernel.__module__}:{kernel.__name__}",
-        shape_class=shape_class,
+        shape_classes=shape_classes,
         settings=blocks | launch.options,
         signature=signature,
         constants=constants,
@@ -367,7 +367,7 @@ def _record_shape_classes() -> Iterator[list[str]]:
     settings = tuned.settings
 
     def record(arch: str, op: str, shape_class: str) -> dict[str, Any]:
-        asked.append(shape_class)
+        asked.append(f"{op}/{shape_class}")
         return settings(arch, op, shape_class)
 
     with mock.patch.object(tuned, "settings", record):
@@ -390,7 +390,8 @@ def launches_of(call: Call, arch: str) -> list[Specialisation] | Skipped:
         if why_not is not None and (reason := why_not(*arguments)):
             return Skipped(call.op, call.name, arch, reason)
         getattr(launcher, call.op)(*filled, *arguments)
-    return [specialise(launch, call, arch, asked[0] if asked else "") for launch in launches]
+    # Settings may be asked for on the way to a decision: the last ones are those that are taken.
+    return [specialise(launch, call, arch, tuple(asked[-1:])) for launch in launches]
 
 
 def specialisations(
@@ -421,7 +422,9 @@ def specialisations(
             skipped.append(launches)
             continue
         for launch in launches:
-            found.setdefault(launch.key, launch)
+            known = found.setdefault(launch.key, launch)
+            classes = tuple(dict.fromkeys(known.shape_classes + launch.shape_classes))
+            found[launch.key] = dataclasses.replace(known, shape_classes=classes)
     return list(found.values()), skipped
 
 
@@ -558,7 +561,7 @@ class Built:
     name: str
     arch: str
     kernel: str
-    shape_class: str
+    shape_classes: tuple[str, ...]
     settings: dict[str, Any]
     seconds: float
     error: str | None = None
@@ -607,7 +610,7 @@ def compile_kernel(kernel: Any, signature: Any, constants: Any, attributes: Any,
 
 def _identity(what: Specialisation) -> dict[str, Any]:
     """The fields that a result takes over from what was to be built."""
-    same = {name: getattr(what, name) for name in ("op", "name", "arch", "shape_class", "settings")}
+    same = {name: getattr(what, name) for name in ("op", "name", "arch", "shape_classes", "settings")}
     return same | {"kernel": what.kernel.partition(":")[2]}
 
 
@@ -852,7 +855,7 @@ def _list(arch_names: Sequence[str], op_names: Sequence[str] | None, only: Seque
     if file != "-":
         for one in found:
             kernel, settings = one.kernel.partition(":")[2], _settings_text(one.settings)
-            print(f"{one.arch} {one.op}/{one.name} {kernel} {one.shape_class} {settings}")
+            print(f"{one.arch} {one.op}/{one.name} {kernel} {settings} {' '.join(one.shape_classes)}")
     return 0
 
 

@@ -172,9 +172,9 @@ def _candidates(named: str | None) -> tuple[tuple[Backend, ...], str | None, boo
     return backends, named, named is not None or bool(override)
 
 
-def state() -> tuple[Any, ...]:
-    """What a choice depends on besides the arguments, to be compared with a later one."""
-    return _override.get(), id(_policy), id(BACKENDS), id(_recorder.get())
+def state() -> tuple[Any, ...] | None:
+    """What a choice depends on besides the arguments, to be compared with a later one. None: choose anew and record."""
+    return None if _recorder.get() is not None else (_override.get(), id(_policy), id(BACKENDS))
 
 
 def pick(op: str, arguments: Sequence[Any], named: str | None = None) -> Callable[..., Replay | None]:

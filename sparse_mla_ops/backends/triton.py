@@ -540,15 +540,16 @@ def _block_heads(heads: int) -> int:
 def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> tuple[dict[str, Any], int, int]:
     """(settings, splits, keys per split) of a call: a function of T, H, K and the device only.
 
-    A call that fills the device anyway, or has too few keys, is not split and has settings of its own.
+    A call that fills the device anyway is not split, and has settings of its own.
     """
     block_heads = _block_heads(heads)
     programs = rows * triton.cdiv(heads, block_heads)
-    settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-split")
-    wanted = settings["programs_per_sm"] * device.multiprocessors // programs
-    splits = min(wanted, keys // settings["min_keys"])
-    if splits <= 1:
-        splits, settings = 1, tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-whole")
+    kind = "split" if programs < device.multiprocessors else "whole"
+    settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-{kind}")
+    splits = 1
+    if kind == "split":
+        wanted = settings["programs_per_sm"] * device.multiprocessors // programs
+        splits = max(1, min(wanted, keys // settings["min_keys"]))
     block_keys = settings["BLOCK_N"]
     keys_per_split = triton.cdiv(triton.cdiv(keys, splits), block_keys) * block_keys
     return settings, triton.cdiv(keys, keys_per_split), keys_per_split
