@@ -6,6 +6,7 @@ tests and all of pytest's workers.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import subprocess
@@ -97,7 +98,8 @@ def why_not_fp8(one: dict[str, Any], operand: str) -> str | None:
     types = {side for dot in one["dots"] for side in (dot["lhs"], dot["rhs"])}
     if one["upcast"] or operand not in types:
         return f"asks for {one['dots_asked']}, multiplies {one['dots']}"
-    if not any("fp8" in mnemonic or "e4m3" in mnemonic for mnemonic in one["matrix_instructions"]):
+    takes_fp8 = ("fp8", "f8f6f4", "e4m3")
+    if not any(name in mnemonic for mnemonic in one["matrix_instructions"] for name in takes_fp8):
         return f"no matrix instruction takes fp8: {one['matrix_instructions']}"
     return None
 
@@ -118,9 +120,17 @@ def test_kernels_fit_shared_memory(built: list[dict[str, Any]], name: str) -> No
     assert not too_large, said(too_large)
 
 
+SPILLING_ON_SM90 = ("bf16-h64-*", "e4m3fn-dot16-*", "e4m3fn-q8-dot16-*", "e4m3fn-q8-dot8-h64-*", "rows656-*")
+"""Where the fastest settings measured on an H200 spill; 0 to 80 bytes with triton 3.6, which measured them."""
+
+
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm90"])
 def test_kernels_do_not_spill(built: list[dict[str, Any]], name: str) -> None:
-    spilling = [one for one in of(built, name) if one["resources"]["spill_bytes"]]
+    def most_bytes(call: str) -> int:
+        known = name == "sm90" and any(fnmatch.fnmatch(call, pattern) for pattern in SPILLING_ON_SM90)
+        return 400 if known else 0  # a bound, so that they do not grow unseen
+
+    spilling = [one for one in of(built, name) if (one["resources"]["spill_bytes"] or 0) > most_bytes(one["name"])]
     assert not spilling, said(spilling)
 
 
@@ -266,18 +276,26 @@ def test_dots_are_read_off_the_ir() -> None:
     asynchronous = """
     #mma = #ttg.nvidia_mma<{versionMajor = 3, versionMinor = 0}>
     #blocked = #ttg.blocked<{sizePerThread = [1, 4]}>
+    #mfma = #ttg.amd_mfma<{version = 4}>
     %1 = ttng.warp_group_dot %a, %b, %c {isAsync = true} : !ttg.memdesc<64x512xf8E4M3FN, #shared, #smem> * \
 !ttg.memdesc<512x64xf8E4M3FN, #shared1, #smem> -> tensor<64x64xf32, #mma> loc(#loc1)
     %2:3 = ttng.warp_group_dot_wait %1, %x {pendings = 0 : i32} : tensor<64x64xf32, #mma>
     %3 = tt.dot %d, %e, %f : tensor<16x16xf32, #ttg.dot_op<{opIdx = 0, parent = #blocked}>> * tensor<16x32xf16, \
 #ttg.dot_op<{opIdx = 1, parent = #blocked}>> -> tensor<16x32xf32, #blocked> loc(#loc2)
+    %4 = tt.dot_scaled %g scale %s, %h scale %t, %i lhs = e4m3 rhs = e4m3 {fastMath = false} : tensor<32x128xf8E4M3FN, \
+#ttg.dot_op<{opIdx = 0, parent = #mfma}>>, tensor<32x4xi8, #linear> * tensor<128x32xf8E4M3FN, #ttg.dot_op<{opIdx = 1, \
+parent = #mfma}>>, tensor<32x4xi8, #linear> -> tensor<32x32xf32, #mfma> loc(#loc3)
     """
     found = build.dots(textwrap.dedent(asynchronous))
-    assert found == (build.Dot("f8E4M3FN", "f8E4M3FN", "nvidia_mma"), build.Dot("f32", "f16", "blocked"))
-    assert [dot.on_matrix_unit for dot in found] == [True, False]
+    assert found == (
+        build.Dot("f8E4M3FN", "f8E4M3FN", "nvidia_mma"),
+        build.Dot("f32", "f16", "blocked"),
+        build.Dot("f8E4M3FN", "f8E4M3FN", "amd_mfma"),
+    )
+    assert [dot.on_matrix_unit for dot in found] == [True, False, True]
     fp8, fnuz, f16 = (build.Dot(element, element, "") for element in ("f8E4M3FN", "f8E4M3FNUZ", "f16"))
-    assert build.upcast_dots([fp8], found) == ()
-    assert build.upcast_dots([fp8, fp8], found) == (fp8,), "one of two was converted"
+    assert build.upcast_dots([fp8, fp8], found) == ()
+    assert build.upcast_dots([fp8, fp8, fp8], found) == (fp8,), "one of three was converted"
     assert build.upcast_dots([fnuz, f16], found) == (fnuz,)
 
 

@@ -452,7 +452,8 @@ class Dot(NamedTuple):
 
 
 _LAYOUT = re.compile(r"^(#\w+) = #(?:\w+\.)*(\w+)<", re.MULTILINE)
-_DOT = re.compile(r"= (?:tt\.dot|ttng\.warp_group_dot) .*")
+# Each side of a scaled product may be followed by the tile of its scales.
+_DOT = re.compile(r"= (?:tt\.dot|tt\.dot_scaled|ttng\.warp_group_dot) .* : (.*) \* (.*) -> (.*)")
 _TILE = re.compile(r"(?:tensor|memdesc)<(?:\d+x)+(\w+)(?:, (#\w+))?")
 
 
@@ -464,8 +465,8 @@ def dots(ir: str) -> tuple[Dot, ...]:
     """
     layouts = dict(_LAYOUT.findall(ir))
     found = []
-    for line in _DOT.findall(ir):
-        (lhs, _), (rhs, _), *_, (_, layout) = _TILE.findall(line)
+    for sides in _DOT.findall(ir):
+        (lhs, _), (rhs, _), (_, layout) = (_TILE.findall(side)[0] for side in sides)
         found.append(Dot(lhs, rhs, layouts.get(layout, "")))
     return tuple(found)
 

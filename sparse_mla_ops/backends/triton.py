@@ -1,6 +1,7 @@
 """Portable Triton: one launch per operator (two for split-K attention), on any GPU that Triton compiles for.
 
 Grids and block sizes follow from tensor shapes, dtypes and the device alone; what may be tuned comes from `tuned.json`.
+fp8 products of fewer than 64 heads are carried out in fp16 on sm90, exactly: its small matrix instructions have no fp8.
 On CPU tensors the kernels run only in Triton's interpreter (TRITON_INTERPRET=1 before the first import), for tests.
 """
 
@@ -533,8 +534,9 @@ def _dots(q: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_n
     return _Dots("fp8", torch.float16, torch.float16, normalize, 0.0, False)
 
 
-def _block_heads(heads: int) -> int:
-    return 16 if heads <= 16 else 32 if heads <= 32 else 64
+def _block_heads(heads: int, dots: str) -> int:
+    """Heads per program. fp32 tiles of more than 16 do not fit everywhere, and are multiplied without matrix units."""
+    return 16 if heads <= 16 or dots == "fp32" else 32 if heads <= 32 else 64
 
 
 def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> tuple[dict[str, Any], int, int]:
@@ -542,7 +544,7 @@ def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> 
 
     A call that fills the device anyway is not split, and has settings of its own.
     """
-    block_heads = _block_heads(heads)
+    block_heads = _block_heads(heads, dots)
     programs = rows * triton.cdiv(heads, block_heads)
     kind = "split" if programs < device.multiprocessors else "whole"
     settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-{kind}")
@@ -551,6 +553,9 @@ def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> 
         wanted = settings["programs_per_sm"] * device.multiprocessors // programs
         splits = max(1, min(wanted, keys // settings["min_keys"]))
     block_keys = settings["BLOCK_N"]
+    if dots == "fp8dot" and block_keys < 32:  # one matrix instruction of fp8 takes 32 keys of weights and values
+        block_keys = 32
+        settings = {**settings, "BLOCK_N": block_keys}
     keys_per_split = triton.cdiv(triton.cdiv(keys, splits), block_keys) * block_keys
     return settings, triton.cdiv(keys, keys_per_split), keys_per_split
 
@@ -591,7 +596,7 @@ def sparse_mla_fwd(
         target, target_lse = out, lse if return_lse else None
     lengths = topk_length if indptr is None else indptr
     sink_stride = 0 if attn_sink is None else attn_sink.stride(0)
-    block_heads = _block_heads(heads)
+    block_heads = _block_heads(heads, dots.name)
     least = 32 if dots.fp8_max > 0 else 16  # the depth of one matrix instruction
     block_latent = _power_of_two(kv_lora_rank, least=least)
     block_group = min(block_latent, settings["BLOCK_G"]) if layout.kind != "fp8_ds_mla" else 128
@@ -648,7 +653,7 @@ def sparse_mla_fwd(
             "DENSE_CACHE": cache.stride(0) == block_size * cache.stride(1),
             "EMULATED": INTERPRETED,
         },
-        {"num_warps": settings["num_warps"], "num_stages": settings["num_stages"]},
+        {"num_warps": settings["num_warps"], "num_stages": settings["num_stages"], "enable_fp_fusion": True},
         fp8_view=layout.dtype,
     )
     if splits > 1:
@@ -671,5 +676,5 @@ def sparse_mla_fwd(
                 "PDL": pdl,
                 "EMULATED": INTERPRETED,
             },
-            {"num_warps": 4, **({"launch_pdl": True} if pdl else {})},
+            {"num_warps": 4, "enable_fp_fusion": True, **({"launch_pdl": True} if pdl else {})},
         )
