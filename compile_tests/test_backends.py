@@ -145,3 +145,13 @@ def test_same_call_gives_the_same_bits_when_it_is_repeated(case: OpCase, backend
     with registry.record_choices():  # another state of the registry: nothing is remembered for it
         anew = run(case, backend, case.arguments(device=DEVICE, seed=3))
     testing.assert_same_bits(repeated, anew)
+
+
+def test_triton_refuses_columns_that_32_bits_cannot_address() -> None:
+    triton = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
+    near, far = torch.empty(4, 8, 512, device="meta"), torch.empty(512, 4, 1 << 21, device="meta").permute(1, 2, 0)
+    with triton.pretend_device(triton.Device("sm90", 132)):
+        assert triton.why_not_concat_mla_q(near, near[..., :64], None, None) is None
+        reason = triton.why_not_concat_mla_q(far, far[..., :64], None, None)
+    assert reason is not None
+    assert "columns of q_nope lie 2^31 elements or more apart" in reason

@@ -195,6 +195,14 @@ def _why_not_here(tensor: Tensor) -> str | None:
     return None
 
 
+def _why_not_columns(**tensors: Tensor) -> str | None:
+    """Rows are addressed in 64 bits; the columns of an activation, which lie side by side, in 32."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) * tensor.shape[-1] >= 2**31:
+            return f"columns of {name} lie 2^31 elements or more apart, strides {tensor.stride()}; make it contiguous"
+    return None
+
+
 def _why_not_fp8(tensor: Tensor, *dtypes: torch.dtype | None) -> str | None:
     device = _device(tensor)
     for dtype in dtypes:
@@ -211,14 +219,14 @@ def _why_not_kv_cache(kv_cache: Tensor, layout: formats.KVLayout) -> str | None:
     return _why_not_fp8(kv_cache, layout.dtype)
 
 
-def why_not_rotary_embedding(q_pe: Tensor, *_: Any) -> str | None:
-    return _why_not_here(q_pe)
+def why_not_rotary_embedding(q_pe: Tensor, k_pe: Tensor, *_: Any) -> str | None:
+    return _why_not_here(q_pe) or _why_not_columns(q_pe=q_pe, k_pe=k_pe)
 
 
 def why_not_concat_mla_q(
     q_nope: Tensor, q_pe: Tensor, q_scale: Tensor | None, q_dtype: torch.dtype | None
 ) -> str | None:
-    return _why_not_here(q_nope) or _why_not_fp8(q_nope, q_dtype)
+    return _why_not_here(q_nope) or _why_not_columns(q_nope=q_nope, q_pe=q_pe) or _why_not_fp8(q_nope, q_dtype)
 
 
 def why_not_concat_and_cache_mla(
@@ -230,7 +238,7 @@ def why_not_concat_and_cache_mla(
     fp8_dtype: torch.dtype | None,
 ) -> str | None:
     layout = formats.kv_cache_layout(kv_cache, kv_c.shape[1], k_pe.shape[1], fp8_dtype)
-    return _why_not_here(kv_c) or _why_not_kv_cache(kv_cache, layout)
+    return _why_not_here(kv_c) or _why_not_columns(kv_c=kv_c, k_pe=k_pe) or _why_not_kv_cache(kv_cache, layout)
 
 
 def why_not_fused_qk_rope_concat_and_cache_mla(
@@ -271,7 +279,12 @@ def why_not_sparse_mla_fwd(
     fp8_dtype: torch.dtype | None,
 ) -> str | None:
     layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, q.shape[2] - kv_lora_rank, fp8_dtype)
-    if reason := _why_not_here(q) or _why_not_kv_cache(kv_cache, layout) or _why_not_fp8(q, q.dtype):
+    if reason := (
+        _why_not_here(q)
+        or _why_not_columns(q=q, indices=indices)
+        or _why_not_kv_cache(kv_cache, layout)
+        or _why_not_fp8(q, q.dtype)
+    ):
         return reason
     if kv_lora_rank > MAX_LATENT:
         return f"latents wider than {MAX_LATENT} do not fit a program's registers, got {kv_lora_rank}"
