@@ -18,6 +18,7 @@ import torch
 
 from sparse_mla_ops import bench, tuned
 from sparse_mla_ops.bench import AttentionShape, Runner, ShapeClass, WriteShape
+from sparse_mla_ops.ops import _register
 
 CPU = torch.device("cpu")
 SMALL = AttentionShape("decode", 3, 4, 576, "bf16", keys=16, pool=128)
@@ -293,6 +294,16 @@ def test_settings_hold_within_the_block_only():
         assert tuned.settings("sm90", "cache_write", "few-rows")["BLOCK_H"] > 0
     assert asked == [SPLIT, ShapeClass("sm90", "cache_write", "few-rows")]
     assert tuned.settings(*SPLIT) == before
+
+
+def test_known_calls_are_not_repeated_with_settings_of_another_block(monkeypatch: pytest.MonkeyPatch):
+    """A plan holds the kernel of the settings that it was made with: a search that met one would time it for all."""
+    plans: dict[Any, Any] = {"before the block": None}
+    monkeypatch.setattr(_register, "_all_plans", [plans])
+    with bench.settings_as(SPLIT, {"BLOCK_N": 7}):
+        assert not plans
+        plans["within the block"] = None
+    assert not plans
 
 
 @pytest.mark.parametrize(

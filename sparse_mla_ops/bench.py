@@ -41,6 +41,7 @@ from torch.utils.benchmark import Timer
 
 import sparse_mla_ops
 from sparse_mla_ops import arch, formats, ops, registry, tuned
+from sparse_mla_ops.ops._register import forget_plans
 
 KV_LORA_RANK, ROPE_DIM = 512, 64
 BLOCK_SIZE = 64
@@ -1015,14 +1016,6 @@ def candidates(shape_class: ShapeClass, current: Settings) -> list[Settings]:
     return [current, *others]
 
 
-def _forget_plans() -> None:
-    """Launch plans that the backend keeps were made with other settings."""
-    tuned.settings.cache_clear()
-    for value in vars(importlib.import_module("sparse_mla_ops.backends.triton")).values():
-        if hasattr(value, "cache_clear"):
-            value.cache_clear()
-
-
 @contextlib.contextmanager
 def settings_as(shape_class: ShapeClass | None, settings: Settings) -> Iterator[list[ShapeClass]]:
     """Within the block, kernels of `shape_class` are launched with `settings`. Yields the classes looked up."""
@@ -1034,12 +1027,12 @@ def settings_as(shape_class: ShapeClass | None, settings: Settings) -> Iterator[
         found = measured(arch, op, name)
         return {**found, **settings} if asked[-1] == shape_class else found
 
-    _forget_plans()
+    forget_plans()  # known calls are repeated with the settings that they were first made with
     try:
         with mock.patch.object(tuned, "settings", answer):
             yield asked
     finally:
-        _forget_plans()
+        forget_plans()
 
 
 def class_of(shape: Shape, device: torch.device) -> ShapeClass | None:
@@ -1173,7 +1166,8 @@ def tune(shapes: Sequence[Shape], only: str, seconds: float, device: torch.devic
         torch.cuda.empty_cache()
     progress.close()
     tuned._table.cache_clear()
-    _forget_plans()
+    tuned.settings.cache_clear()
+    forget_plans()
     print(f"wrote {path}")
     return 0
 
