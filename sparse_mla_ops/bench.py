@@ -138,6 +138,19 @@ def _sample(rows: int) -> list[int]:
     return sorted({round(i * (rows - 1) / max(1, count - 1)) for i in range(count)})
 
 
+_KV_DTYPES: dict[str, torch.dtype | str] = {"bf16": torch.bfloat16, "fp8": arch.E4M3FN, "fp8_ds_mla": "fp8_ds_mla"}
+"""What each kind of cache is made of, as `formats` takes it."""
+
+
+def _row_bytes(cache: str, width: int) -> int:
+    return {"bf16": 2 * width, "fp8": width, "fp8_ds_mla": formats.DS_MLA_BYTES}[cache]
+
+
+def _calls(rows: int, heads: int) -> int:
+    """Calls in one graph: many for short ones, so that the replay's own cost does not count."""
+    return 20 if rows <= 256 else 4 if rows * heads <= 65536 else 2
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The worst relative L2 error of a last dimension. NaN anywhere is NaN."""
     actual, expected = actual.double(), expected.double()
@@ -168,18 +181,14 @@ class AttentionShape:
 
     @property
     def calls(self) -> int:
-        """Calls in one graph: many for short ones, so that the replay's own cost does not count."""
-        return 20 if self.rows <= 256 else 4 if self.rows * self.heads <= 65536 else 2
-
-    @property
-    def row_bytes(self) -> int:
-        return {"bf16": 2 * self.width, "fp8": self.width, "fp8_ds_mla": formats.DS_MLA_BYTES}[self.cache]
+        return _calls(self.rows, self.heads)
 
     @property
     def work(self) -> Work:
         """Both products of each head with each selected row; each selected row read once for each row of the query."""
         pairs = self.rows * self.keys
-        return Work(2.0 * pairs * self.heads * (self.width + KV_LORA_RANK), float(pairs * self.row_bytes))
+        flops = 2.0 * pairs * self.heads * (self.width + KV_LORA_RANK)
+        return Work(flops, float(pairs * _row_bytes(self.cache, self.width)))
 
     def contenders(self, device: torch.device, peers: Peers) -> Iterator[Contender]:
         inputs = functools.cache(lambda: AttentionInputs(self, device))
@@ -211,9 +220,8 @@ class AttentionInputs:
         rope_dim = shape.width - KV_LORA_RANK
         pool = normal(shape.pool // BLOCK_SIZE, BLOCK_SIZE, shape.width).to(bf16)
         kv_c, k_pe = pool.split((KV_LORA_RANK, rope_dim), dim=-1)
-        dtypes: dict[str, torch.dtype | str] = {"bf16": bf16, "fp8": arch.E4M3FN}
-        dtype = dtypes.get(shape.cache, shape.cache)
         scale = KV_SCALE if shape.cache == "fp8" else 1.0
+        dtype = _KV_DTYPES[shape.cache]
         self.cache = pool if shape.cache == "bf16" else formats.pack_kv_cache(kv_c, k_pe, dtype, scale)
         self.kv_scale = torch.tensor([scale], device=device) if shape.cache == "fp8" else None
         self.q = [normal(shape.rows, shape.heads, shape.width).to(bf16) for _ in range(shape.calls)]
@@ -263,7 +271,7 @@ class WriteShape:
 
     @property
     def calls(self) -> int:
-        return 20 if self.rows <= 256 else 4 if self.rows * self.heads <= 65536 else 2
+        return _calls(self.rows, self.heads)
 
     @property
     def q_dtype(self) -> torch.dtype | None:
@@ -274,7 +282,7 @@ class WriteShape:
     def work(self) -> Work:
         """Query and KV read, finished query and cache row written. Positions, slots and angles are left out."""
         width = KV_LORA_RANK + ROPE_DIM
-        row = {"bf16": 2 * width, "fp8": width, "fp8_ds_mla": formats.DS_MLA_BYTES}[self.cache]
+        row = _row_bytes(self.cache, width)
         query = self.heads * width * (2 + (1 if self.q_dtype else 2))
         return Work(0.0, float(self.rows * (query + 2 * width + row)))
 
@@ -312,8 +320,7 @@ class WriteInputs:
         self.kv_scale = torch.tensor([KV_SCALE], device=device) if per_tensor else None
 
     def _empty_cache(self, blocks: int) -> Tensor:
-        dtypes: dict[str, torch.dtype | str] = {"bf16": torch.bfloat16, "fp8": arch.E4M3FN}
-        dtype = dtypes.get(self.shape.cache, self.shape.cache)
+        dtype = _KV_DTYPES[self.shape.cache]
         return formats.empty_kv_cache(blocks, BLOCK_SIZE, KV_LORA_RANK, ROPE_DIM, dtype, self.device)
 
     def arguments(self, i: int) -> dict[str, Any]:
@@ -356,6 +363,11 @@ class WriteInputs:
 
 
 Shape = AttentionShape | WriteShape
+
+
+def _inputs(shape: Shape, device: torch.device) -> AttentionInputs | WriteInputs:
+    return AttentionInputs(shape, device) if isinstance(shape, AttentionShape) else WriteInputs(shape, device)
+
 
 GPU_SHAPES: tuple[Shape, ...] = (
     *(AttentionShape("decode", rows, 16, 512, "bf16") for rows in (2, 16, 64)),
@@ -803,10 +815,7 @@ def measure_host(shape: Shape, target_us: float, device: torch.device) -> Row:
     row = Row(shape.op, f"host-{shape.name}", "default", "ours", "host", device=device_name(device))
     burst, bursts = 10, 100
     try:
-        if isinstance(shape, AttentionShape):
-            call = _caller(shape, AttentionInputs(shape, device).arguments, None)
-        else:
-            call = _caller(shape, WriteInputs(shape, device).arguments, None)
+        call = _caller(shape, _inputs(shape, device).arguments, None)
         samples = []
         for _ in range(bursts + 5):
             torch.cuda.synchronize()
@@ -1045,10 +1054,6 @@ def class_of(shape: Shape, device: torch.device) -> ShapeClass | None:
         except registry.BackendUnavailable:
             return None
     return next((found for found in asked if found.kernel in GRIDS), None)
-
-
-def _inputs(shape: Shape, device: torch.device) -> AttentionInputs | WriteInputs:
-    return AttentionInputs(shape, device) if isinstance(shape, AttentionShape) else WriteInputs(shape, device)
 
 
 class Tuner:

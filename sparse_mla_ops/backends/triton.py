@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparse_mla_ops import arch, formats, tuned
 from sparse_mla_ops.kernels.cache_write import qk_rope_concat_cache_kernel, rotary_embedding_kernel
+from sparse_mla_ops.kernels.common import DS_MLA, FP8, PLAIN
 from sparse_mla_ops.kernels.sparse_mla import combine_splits_kernel, sparse_mla_kernel
 
 Replay = Callable[[tuple[Any, ...], tuple[Any, ...]], None]
@@ -34,7 +35,7 @@ _TRITON_TYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e4m3fnuz: tl.float8e4b8,
 }
-_KV_FORMATS = {"plain": 0, "fp8": 1, "fp8_ds_mla": 2}
+_KV_FORMATS = {"plain": PLAIN.value, "fp8": FP8.value, "fp8_ds_mla": DS_MLA.value}
 _PDL_ARCHS = ("sm90", "sm100", "sm103", "sm120", "sm121")
 """Where a kernel may be launched before the one that it waits for has ended (programmatic dependent launch)."""
 MAX_LATENT = 512
@@ -314,22 +315,22 @@ def _strides(name: str, tensor: Tensor | None, dims: str) -> dict[str, int]:
 
 def _write(
     *,
-    out: Tensor | None,
-    q_nope: Tensor | None,
-    q_pe: Tensor | None,
-    kv_c: Tensor | None,
-    k_pe: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    kv_cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    is_neox: bool,
-    q_scale: Tensor | None,
-    kv_scale: Tensor | None,
-    fp8_dtype: torch.dtype | None,
     rows: int,
     latent: int,
     rope: int,
+    out: Tensor | None = None,
+    q_nope: Tensor | None = None,
+    q_pe: Tensor | None = None,
+    kv_c: Tensor | None = None,
+    k_pe: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    kv_cache: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    is_neox: bool = True,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    fp8_dtype: torch.dtype | None = None,
 ) -> None:
     """Launch the kernel with the parts that are given."""
     anything = out if out is not None else kv_cache
@@ -432,16 +433,7 @@ def concat_mla_q(
         out=out,
         q_nope=q_nope,
         q_pe=q_pe,
-        kv_c=None,
-        k_pe=None,
-        positions=None,
-        cos_sin_cache=None,
-        kv_cache=None,
-        slot_mapping=None,
-        is_neox=True,
         q_scale=q_scale,
-        kv_scale=None,
-        fp8_dtype=None,
         rows=q_nope.shape[0],
         latent=q_nope.shape[2],
         rope=q_pe.shape[2],
@@ -458,17 +450,10 @@ def concat_and_cache_mla(
     fp8_dtype: torch.dtype | None,
 ) -> None:
     _write(
-        out=None,
-        q_nope=None,
-        q_pe=None,
         kv_c=kv_c,
         k_pe=k_pe,
-        positions=None,
-        cos_sin_cache=None,
         kv_cache=kv_cache,
         slot_mapping=slot_mapping,
-        is_neox=True,
-        q_scale=None,
         kv_scale=kv_scale,
         fp8_dtype=fp8_dtype,
         rows=slot_mapping.shape[0],
@@ -597,8 +582,7 @@ def sparse_mla_fwd(
     rope = width - kv_lora_rank
     device = _device(q)
     layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, rope, fp8_dtype)
-    cache = kv_cache
-    num_blocks, block_size = cache.shape[:2]
+    num_blocks, block_size = kv_cache.shape[:2]
     dots = _dots(q, layout, dot_precision, device.arch)
     keys = indices.shape[1] if max_topk is None else max_topk
     settings, splits, keys_per_split = plan_splits(rows, heads, keys, device, dots.name)
@@ -624,7 +608,7 @@ def sparse_mla_fwd(
             "out": target,
             "lse_out": target_lse,
             "q": q,
-            "cache": cache,
+            "cache": kv_cache,
             "indices": indices,
             "indptr": indptr,
             "topk_length": topk_length,
@@ -634,8 +618,8 @@ def sparse_mla_fwd(
             "softmax_scale": softmax_scale,
             "unit": 1.0,
             **_strides("q", q, "thw"),
-            "cache_stride_block": cache.stride(0),
-            "cache_stride_row": cache.stride(1),
+            "cache_stride_block": kv_cache.stride(0),
+            "cache_stride_row": kv_cache.stride(1),
             "index_stride_t": 0 if indptr is not None else indices.stride(0),
             "index_stride_k": indices.stride(-1),
             "length_stride": 0 if lengths is None else lengths.stride(0),
@@ -663,7 +647,7 @@ def sparse_mla_fwd(
             "SPLIT_SUM": block_heads < 64,  # below it there are no warp-group instructions, which need no such help
             "CONVERT": convert,
             "PDL": pdl,
-            "DENSE_CACHE": cache.stride(0) == block_size * cache.stride(1),
+            "DENSE_CACHE": kv_cache.stride(0) == block_size * kv_cache.stride(1),
             "EMULATED": INTERPRETED,
         },
         {"num_warps": settings["num_warps"], "num_stages": settings["num_stages"], "enable_fp_fusion": True},

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparse_mla_ops import formats
 from sparse_mla_ops.nn.fuse import find_attention
+from sparse_mla_ops.nn.generation import check_prompts
 
 
 @torch.no_grad()
@@ -36,8 +37,7 @@ def calibrate(
     """
     if fp8_dtype not in formats.FP8_MAX:
         raise ValueError(f"fp8_dtype: expected torch.float8_e4m3fn or torch.float8_e4m3fnuz, got {fp8_dtype}")
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("prompts: expected one or more prompts of at least one token each")
+    check_prompts(prompts)
     family, attentions = find_attention(model)
     largest: dict[str, Tensor] = {}
 

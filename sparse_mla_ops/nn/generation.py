@@ -131,6 +131,11 @@ def generate(
     return generated
 
 
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("prompts: expected one or more prompts of at least one token each")
+
+
 def _check_request(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, max_step_tokens: int | None, max_len: int
 ) -> None:
@@ -138,8 +143,7 @@ def _check_request(
         raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
     if max_step_tokens is not None and max_step_tokens < 1:
         raise ValueError(f"max_step_tokens: expected at least 1, got {max_step_tokens}")
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("prompts: expected one or more prompts of at least one token each")
+    check_prompts(prompts)
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens - 1  # the last token is never fed back
     if longest > max_len:
         raise ValueError(
