@@ -5,6 +5,7 @@ One table, `ERRORS`; each row changes valid arguments in one way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -336,6 +337,10 @@ ERRORS: tuple[Error, ...] = (
         ("q", one_column_less, r"kv_cache: expected rows of W = L \+ R = 31, got \(5, 8, 32\)"),
         ("kv_lora_rank", 33, r"q: expected rows of W ≥ L = 33, got \(5, 3, 32\)"),
         ("kv_lora_rank", 0, r"kv_lora_rank: expected at least 1, got 0"),
+        ("softmax_scale", 0.0, r"softmax_scale: expected a positive finite number, got 0.0"),
+        ("softmax_scale", -0.1, r"softmax_scale: expected a positive finite number, got -0.1"),
+        ("softmax_scale", math.inf, r"softmax_scale: expected a positive finite number, got inf"),
+        ("softmax_scale", math.nan, r"softmax_scale: expected a positive finite number, got nan"),
         ("kv_cache", last_dim_strided, r"kv_cache: expected rows with stride 1 in the last"),
         ("kv_cache", first_block, r"kv_cache: expected shape \[NB, BS, row\], got \(8, 32\)"),
         ("kv_cache", without_rows, r"kv_cache blocks NB: expected at least 1, got 0"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ def _check(
     q: Tensor,
     kv_cache: Tensor,
     indices: Tensor,
+    softmax_scale: float,
     kv_lora_rank: int,
     indptr: Tensor | None,
     max_topk: int | None,
@@ -48,6 +51,8 @@ def _check(
     tokens, heads, width = q.shape
     check_positive("q heads H", heads)
     check_positive("kv_lora_rank", kv_lora_rank)
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected a positive finite number, got {softmax_scale}")
     if width < kv_lora_rank:
         raise ValueError(f"q: expected rows of W ≥ L = {kv_lora_rank}, got {tuple(q.shape)}")
     check_cache_strides("kv_cache", kv_cache)
@@ -122,7 +127,7 @@ def sparse_mla_fwd(
         kv_cache: [NB, BS, row]. Layouts: `sparse_mla_ops.formats`. Any block and row pitch.
         indices: [T, K] int32 or int64 cache slots (block · BS + offset), K ≥ 1. Any negative value and any value
             ≥ NB·BS is a hole, anywhere in the row. Duplicates count twice. Or flat [nnz], see indptr.
-        softmax_scale: of the model, (P + R)^-0.5 before absorption; not W^-0.5.
+        softmax_scale: of the model, (P + R)^-0.5 before absorption; not W^-0.5. Positive.
         kv_lora_rank: L, the width of the output; the first L values of a row are its value.
         indptr: [T + 1] int32 or int64, for flat indices: row t owns indices[indptr[t] : indptr[t + 1]].
         max_topk: with indptr only: bound on a row's length, which sizes the work; entries beyond it are not read.
@@ -150,6 +155,7 @@ def sparse_mla_fwd(
         q,
         kv_cache,
         indices,
+        softmax_scale,
         kv_lora_rank,
         indptr,
         max_topk,
