@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_mla_ops import formats, registry, testing
+from sparse_mla_ops import formats, registry, testing, tuned
+from sparse_mla_ops.ops._register import forget_plans
 from sparse_mla_ops.testing import CASES, LAYOUTS, OpCase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,6 +135,30 @@ def test_splits_that_find_no_key_change_nothing(kept: int, backend: str) -> None
     check_attention(case, backend, arguments)
 
 
+@pytest.mark.parametrize("keys", [1, 127, 128, 300])
+@pytest.mark.parametrize("block_keys", [64, 128])
+@pytest.mark.parametrize("convert", [0, 1, 2, 3])
+@pytest.mark.parametrize("cache", ["e4m3fn", "rows656"])
+def test_attention_is_accurate_however_fp8_tiles_are_converted(
+    cache: str, convert: int, block_keys: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings differ from GPU to GPU: each way of the triton kernel computes the same, with tails and holes."""
+    usual = tuned.settings
+    settings = {"CONVERT": convert, "BLOCK_N": block_keys, "num_warps": 8, "num_stages": 1}
+    monkeypatch.setattr(tuned, "settings", lambda *shape_class: {**usual(*shape_class), **settings})
+    forget_plans()
+    case = OpCase("sparse_mla_fwd", cache)
+    arguments = case.arguments(tokens=3, device=DEVICE)
+    rows = arguments["kv_cache"].shape[0] * arguments["kv_cache"].shape[1]
+    indices = torch.randint(-rows // 4, rows + rows // 4, (3, keys), generator=torch.Generator().manual_seed(keys))
+    arguments["indices"] = indices.to(DEVICE, torch.int32)
+    arguments["dot_precision"] = "bf16"
+    try:
+        check_attention(case, "triton", arguments)
+    finally:
+        forget_plans()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.op in (*BITWISE, "sparse_mla_fwd")], ids=str)
 def test_same_call_gives_the_same_bits_when_it_is_repeated(case: OpCase, backend: str) -> None:
@@ -155,3 +180,28 @@ def test_triton_refuses_columns_that_32_bits_cannot_address() -> None:
         reason = triton.why_not_concat_mla_q(far, far[..., :64], None, None)
     assert reason is not None
     assert "columns of q_nope lie 2^31 elements or more apart" in reason
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_keys", "expected"), [(16, 128, True), (5, 128, True), (16, 64, False), (17, 128, False)]
+)
+def test_keys_stand_in_rows_only_where_that_was_found_safe(
+    heads: int, block_keys: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 64 keys with a rope part read outside shared memory on an H200; with more heads registers spill."""
+    triton_backend = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
+    usual = tuned.settings
+    settings = {"CONVERT": 3, "BLOCK_N": block_keys}
+    monkeypatch.setattr(tuned, "settings", lambda *shape_class: {**usual(*shape_class), **settings})
+    arguments = {
+        "q": torch.empty(4, heads, 576, dtype=torch.bfloat16, device="meta"),
+        "kv_cache": torch.empty(8, 64, 656, dtype=torch.uint8, device="meta"),
+        "indices": torch.empty(4, 512, dtype=torch.int32, device="meta"),
+    }
+    optional = {"kv_lora_rank": 512, **dict.fromkeys(("indptr", "max_topk", "topk_length", "q_scale", "kv_scale"))}
+    rest = {"attn_sink": None, "dot_precision": None, "phase": "decode", "return_lse": False, "fp8_dtype": None}
+    out, lse = arguments["q"].new_empty(4, heads, 512), arguments["q"].new_empty(0, dtype=torch.float32)
+    device = triton_backend.Device("sm90", 132)
+    with triton_backend.pretend_device(device), triton_backend.record_launches() as launches:
+        triton_backend.sparse_mla_fwd(out, lse, *arguments.values(), 0.1, *optional.values(), *rest.values())
+    assert launches[0].arguments["KEYS_IN_ROWS"] is expected

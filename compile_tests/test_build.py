@@ -120,8 +120,8 @@ def test_kernels_fit_shared_memory(built: list[dict[str, Any]], name: str) -> No
     assert not too_large, said(too_large)
 
 
-SPILLING_ON_SM90 = ("bf16-h64-*", "e4m3fn-dot16-*", "e4m3fn-q8-dot16-*", "e4m3fn-q8-dot8-h64-*", "rows656-*")
-"""Where the fastest settings measured on an H200 spill; 0 to 80 bytes with triton 3.6, which measured them."""
+SPILLING_ON_SM90 = ("bf16-h64-*", "e4m3fn-*dot16-*", "e4m3fn-*dot8-*", "rows656-*")
+"""Where the fastest settings measured on an H200 spill; 0 to 270 bytes with triton 3.6, which measured them."""
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm90"])
@@ -196,7 +196,7 @@ def test_settings_are_valid(listed: list[dict[str, Any]]) -> None:
                 assert set(settings) <= set(tuned.DEFAULTS[op]), where
                 for key, value in settings.items():
                     assert type(value) is int, where
-                    assert value >= (key != "CONVERT"), where  # CONVERT is a choice of three, the others are sizes
+                    assert value >= (key != "CONVERT"), where  # CONVERT is a choice, the others are sizes
                     if key.startswith("BLOCK_") or key == "num_warps":
                         assert value & (value - 1) == 0, f"{where}: {key} is no power of two"
 

@@ -25,10 +25,15 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 logger = logging.getLogger("sparse_mla_ops")
 
-Replay = Callable[[tuple[Any, ...], tuple[Any, ...]], None]
-"""replay(outputs, arguments): does for these tensors what a backend's function did for others of the same metadata."""
+Replay = Callable[[Tensor, tuple[Tensor, ...], list[int | None]], None]
+"""replay(like, outputs, addresses): does for these what a backend's function did for others of the same metadata.
+
+like: a tensor on the device, to allocate scratch memory from. addresses: of each argument that is a tensor.
+"""
 
 
 class Backend(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 DEFAULTS: dict[str, dict[str, Any]] = {
     # BLOCK_H heads per program.
     "cache_write": {"BLOCK_H": 4, "num_warps": 4},
-    # BLOCK_N keys per step of the loop, BLOCK_G latent columns per tile (always 128 for 656-byte rows), CONVERT how
+    # BLOCK_N keys per step of the loop, BLOCK_G latent columns per tile (at most 128 for 656-byte rows), CONVERT how
     # fp8 tiles are converted (see the kernel). A call that is split aims at programs_per_sm programs on each
     # multiprocessor, and gives no split fewer than min_keys keys.
     "sparse_mla_fwd": {

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sparse_mla_ops import arch, formats, tuned
 from sparse_mla_ops.kernels.cache_write import qk_rope_concat_cache_kernel, rotary_embedding_kernel
-from sparse_mla_ops.kernels.common import DS_MLA, FP8, PLAIN
+from sparse_mla_ops.kernels.common import DS_MLA, DS_MLA_GROUP, FP8, PLAIN
 from sparse_mla_ops.kernels.sparse_mla import combine_splits_kernel, sparse_mla_kernel
 
-Replay = Callable[[tuple[Any, ...], tuple[Any, ...]], None]
+Replay = Callable[[Tensor, tuple[Tensor, ...], list[int | None]], None]
 """As in `sparse_mla_ops.registry`, which backends do not import."""
 
 INTERPRETED = not isinstance(sparse_mla_kernel, triton.runtime.JITFunction)
@@ -37,7 +37,7 @@ _TRITON_TYPES = {
 }
 _KV_FORMATS = {"plain": PLAIN.value, "fp8": FP8.value, "fp8_ds_mla": DS_MLA.value}
 _PDL_ARCHS = ("sm90", "sm100", "sm103", "sm120", "sm121")
-"""Where a kernel may be launched before the one that it waits for has ended (programmatic dependent launch)."""
+"""Where a kernel may be launched before the one ahead of it has ended (programmatic dependent launch)."""
 MAX_LATENT = 512
 """Widest latent whose accumulator fits the registers of a program."""
 
@@ -122,7 +122,15 @@ def _launch(
     options: dict[str, Any],
     fp8_view: torch.dtype | None = None,
 ) -> None:
-    """Launch `kernel`. fp8_view: the type in which it sees `cache`, where that is a tensor of raw bytes."""
+    """Launch `kernel`. fp8_view: the type in which it sees `cache`, where that is a tensor of raw bytes.
+
+    What every kernel takes is added here: PDL, launched early where the architecture can, and EMULATED.
+    """
+    anything = next(value for value in arguments.values() if isinstance(value, Tensor))
+    early = _device(anything).arch in _PDL_ARCHS and not INTERPRETED
+    arguments = {**arguments, "PDL": early, "EMULATED": INTERPRETED}
+    if early:
+        options = {**options, "launch_pdl": True}
     seen = arguments
     if fp8_view is not None and arguments["cache"].dtype == torch.uint8:
         seen = {**arguments, "cache": arguments["cache"].view(fp8_view)}
@@ -170,15 +178,19 @@ def _replayable(function: Callable[..., None]) -> Callable[..., Replay | None]:
                     goes_to.append((i, place[id(value)]))
                     values[i] = None
             repeated.append(_Repeated(compiled[launch.grid], tuple(values), tuple(goes_to)))
+        current_stream, device = triton.runtime.driver.active.get_current_stream, tensors[0].get_device()
 
-        def replay(outputs: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-            own = [arguments[0].new_empty(shape, dtype=dtype) for shape, dtype in scratch]
-            given = (*outputs, *arguments[:-1], *own)  # without `backend`
-            stream = torch.cuda.current_stream().cuda_stream
+        def replay(like: Tensor, outputs: tuple[Tensor, ...], addresses: list[int | None]) -> None:
+            own = [like.new_empty(shape, dtype=dtype) for shape, dtype in scratch]
+            # Addresses, as the launcher asks the driver about that of a tensor. `addresses` has one more, of `backend`.
+            given: list[int | None] = [output.data_ptr() for output in outputs]
+            given += addresses[:-1]
+            given += [tensor.data_ptr() for tensor in own]
+            stream = current_stream(device)
             for run, fixed, goes_to in repeated:
                 values = list(fixed)
                 for i, source in goes_to:
-                    values[i] = given[source].data_ptr()  # of a tensor the launcher asks the driver about its address
+                    values[i] = given[source]
                 run(*values, stream=stream)
 
         return replay
@@ -335,11 +347,12 @@ def _write(
     """Launch the kernel with the parts that are given."""
     anything = out if out is not None else kv_cache
     assert anything is not None  # one of the two is there
-    settings = tuned.settings(_device(anything).arch, "cache_write", "few-rows" if rows < 1024 else "many-rows")
+    q_max = 0.0 if out is None else formats.FP8_MAX.get(out.dtype, 0.0)
+    shape_class = ("few-rows" if rows < 1024 else "many-rows") + ("-fp8" if q_max > 0 else "")
+    settings = tuned.settings(_device(anything).arch, "cache_write", shape_class)
     block_heads = settings["BLOCK_H"]
     heads = 0 if out is None else out.shape[1]
     query_programs = triton.cdiv(heads, block_heads)
-    q_max = 0.0 if out is None else formats.FP8_MAX.get(out.dtype, 0.0)
     cache, kv_kind, kv_max, stored = kv_cache, "plain", 0.0, None
     if cache is not None:
         layout = formats.kv_cache_layout(cache, latent, rope, fp8_dtype)
@@ -382,7 +395,6 @@ def _write(
             "Q_FP8_MAX": q_max,
             "KV_FP8_MAX": kv_max,
             "KV_FORMAT": _KV_FORMATS[kv_kind],
-            "EMULATED": INTERPRETED,
         },
         {"num_warps": settings["num_warps"], "enable_fp_fusion": False},
         fp8_view=stored,
@@ -419,7 +431,6 @@ def rotary_embedding(
             "BLOCK_H": block_heads,
             "QUERY_PROGRAMS": query_programs,
             "IS_NEOX": is_neox,
-            "EMULATED": INTERPRETED,
         },
         {"num_warps": 4, "enable_fp_fusion": False},
     )
@@ -586,27 +597,32 @@ def sparse_mla_fwd(
     dots = _dots(q, layout, dot_precision, device.arch)
     keys = indices.shape[1] if max_topk is None else max_topk
     settings, splits, keys_per_split = plan_splits(rows, heads, keys, device, dots.name)
-    if splits > 1:
-        target = q.new_empty((rows, heads, splits, kv_lora_rank), dtype=torch.float32)
-        target_lse: Tensor | None = q.new_empty((rows, heads, splits), dtype=torch.float32)
-    else:
-        target, target_lse = out, lse if return_lse else None
+    wanted_lse = lse if return_lse else None
+    target, pitch = out, kv_lora_rank
+    if splits > 1:  # one buffer for values and lse: an allocation costs host time
+        pitch = triton.cdiv(kv_lora_rank + 1, 16) * 16
+        target = q.new_empty((rows, heads, splits, pitch), dtype=torch.float32)
     lengths = topk_length if indptr is None else indptr
     sink_stride = 0 if attn_sink is None else attn_sink.stride(0)
     block_heads = _block_heads(heads, dots.name)
     least = 32 if dots.fp8_max > 0 else 16  # the depth of one matrix instruction
     block_latent = _power_of_two(kv_lora_rank, least=least)
-    block_group = min(block_latent, settings["BLOCK_G"]) if layout.kind != "fp8_ds_mla" else 128
+    block_group = min(block_latent, settings["BLOCK_G"])
+    if layout.kind == "fp8_ds_mla":
+        block_group = min(block_group, DS_MLA_GROUP.value)
     convert = settings["CONVERT"] if layout.quantized and not dots.pv_fp8 else 0
     if dots.fp8_max > 0:
         convert = min(convert, 1)  # the first product takes the keys as they are
-    pdl = splits > 1 and device.arch in _PDL_ARCHS and not INTERPRETED
+    block_keys = settings["BLOCK_N"]
+    # Warp-group instructions for few heads, whose accumulators leave registers for it. Not with fewer keys: of 64 keys
+    # with a rope part Triton 3.6 made code that now and then read outside shared memory; the cause was not found.
+    keys_in_rows = convert == 3 and block_heads == 16 and block_keys >= 128
     _launch(
         sparse_mla_kernel,
         (rows * triton.cdiv(heads, block_heads), splits),
         {
             "out": target,
-            "lse_out": target_lse,
+            "lse_out": wanted_lse if splits == 1 else None,
             "q": q,
             "cache": kv_cache,
             "indices": indices,
@@ -633,8 +649,9 @@ def sparse_mla_fwd(
             "num_splits": splits,
             "L": kv_lora_rank,
             "R": rope,
+            "PITCH": pitch,
             "BLOCK_H": block_heads,
-            "BLOCK_N": settings["BLOCK_N"],
+            "BLOCK_N": block_keys,
             "BLOCK_G": block_group,
             "GROUPS": block_latent // block_group,
             "BLOCK_R": _power_of_two(rope, least=least),
@@ -644,11 +661,10 @@ def sparse_mla_fwd(
             "QK_FP8_MAX": dots.fp8_max,
             "PV_FP8": dots.pv_fp8,
             "NORMALIZE_Q": dots.normalize_q,
-            "SPLIT_SUM": block_heads < 64,  # below it there are no warp-group instructions, which need no such help
+            "KEYS_IN_ROWS": keys_in_rows,
+            "SPLIT_SUM": block_heads < 64 and not keys_in_rows,  # warp-group instructions need no such help
             "CONVERT": convert,
-            "PDL": pdl,
             "DENSE_CACHE": kv_cache.stride(0) == block_size * kv_cache.stride(1),
-            "EMULATED": INTERPRETED,
         },
         {"num_warps": settings["num_warps"], "num_stages": settings["num_stages"], "enable_fp_fusion": True},
         fp8_view=layout.dtype,
@@ -660,18 +676,16 @@ def sparse_mla_fwd(
             (rows * heads, triton.cdiv(kv_lora_rank, block_columns)),
             {
                 "out": out,
-                "lse_out": lse if return_lse else None,
+                "lse_out": wanted_lse,
                 "partial": target,
-                "partial_lse": target_lse,
                 "attn_sink": attn_sink,
                 "sink_stride": sink_stride,
                 "num_heads": heads,
                 "num_splits": splits,
                 "L": kv_lora_rank,
+                "PITCH": pitch,
                 "BLOCK_L": block_columns,
                 "BLOCK_S": _power_of_two(splits),
-                "PDL": pdl,
-                "EMULATED": INTERPRETED,
             },
-            {"num_warps": 4, "enable_fp_fusion": True, **({"launch_pdl": True} if pdl else {})},
+            {"num_warps": 4, "enable_fp_fusion": True},
         )

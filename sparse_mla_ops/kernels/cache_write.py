@@ -17,6 +17,7 @@ from sparse_mla_ops.kernels.common import (
     DS_MLA_SCALES_AT,
     amax,
     cast,
+    launch_early,
     round_up_to_power_of_two,
     row_offset,
     to_fp8,
@@ -126,6 +127,7 @@ def qk_rope_concat_cache_kernel(
     Q_FP8_MAX: tl.constexpr,
     KV_FP8_MAX: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """Program (t, g): heads g·BLOCK_H … of token t's query for g < QUERY_PROGRAMS, else its row of the cache.
@@ -134,6 +136,8 @@ def qk_rope_concat_cache_kernel(
     out: [T, H, L + R] contiguous. cache: elements of the stored type; for 656-byte rows its fp8 view, strides in bytes.
     Q_FP8_MAX, KV_FP8_MAX: largest value of the fp8 target, 0 for others.
     """
+    if PDL:
+        launch_early()
     t = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     half: tl.constexpr = R // 2
@@ -247,9 +251,12 @@ def rotary_embedding_kernel(
     BLOCK_H: tl.constexpr,
     QUERY_PROGRAMS: tl.constexpr,
     IS_NEOX: tl.constexpr,
+    PDL: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """Program (t, g): heads g·BLOCK_H … of token t for g < QUERY_PROGRAMS, else its key. Outputs are contiguous."""
+    if PDL:
+        launch_early()
     t = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     half: tl.constexpr = R // 2

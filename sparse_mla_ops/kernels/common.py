@@ -20,6 +20,17 @@ FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
+def launch_early():
+    """First thing in a kernel that is launched before the one ahead of it in the stream has ended.
+
+    Hopper's programmatic dependent launch: let the next kernel be launched as early, and wait for the end of the one
+    ahead, whose writes are visible then. Before this call no memory may be touched.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def row_offset(slot, block_size, stride_block, stride_row):
     """Elements from the start of a cache to the row of `slot`; in 64 bits, blocks and rows at any pitch."""
     slot = slot.to(tl.int64)

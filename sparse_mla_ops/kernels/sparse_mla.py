@@ -1,6 +1,8 @@
 """Sparse MLA: each query row attends to its own selection of cache rows. Prefill and decode, every cache layout.
 
-Heads stand in rows and keys in columns of the score tile. One tile of the latent serves as keys and as values.
+One tile of the latent serves as keys and as values. In the score tile heads stand in rows and keys in columns, or the
+other way round (KEYS_IN_ROWS): Hopper's warp-group instructions take 64 rows at least, and both operands from shared
+memory, so that with few heads they need the keys in rows.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import triton.language as tl
 from sparse_mla_ops.kernels.common import (
     AMAX_FLOOR,
     DS_MLA,
+    DS_MLA_GROUP,
     DS_MLA_ROPE_AT,
     DS_MLA_SCALES_AT,
     amax,
     cast,
+    launch_early,
     round_up_to_power_of_two,
     row_offset,
     to_fp8,
@@ -48,7 +52,7 @@ def _query_operand(
     elif NORMALIZE:
         return cast(q.to(tl.float32) / divisor[:, None], dtype, EMULATED)
     else:
-        return q.to(dtype)
+        return cast(q, dtype, EMULATED)
 
 
 @triton.jit
@@ -60,6 +64,35 @@ def _weight_operand(p, dtype: tl.constexpr, fp8_max: tl.constexpr, pv_fp8: tl.co
         return p.to(tl.float16)
     else:
         return cast(p, dtype, EMULATED)
+
+
+@triton.jit
+def _per_head(x, KEYS_IN_ROWS: tl.constexpr):
+    """A vector over heads, to go with a score tile or with an accumulator."""
+    return x[None, :] if KEYS_IN_ROWS else x[:, None]
+
+
+@triton.jit
+def _per_key(x, KEYS_IN_ROWS: tl.constexpr):
+    """A vector over keys, to go with a score tile."""
+    return x[:, None] if KEYS_IN_ROWS else x[None, :]
+
+
+@triton.jit
+def _query_times_keys(q, keys, acc, KEYS_IN_ROWS: tl.constexpr, EMULATED: tl.constexpr):
+    """Scores of keys [BLOCK_N, columns] for a query [BLOCK_H, columns], or its transpose with KEYS_IN_ROWS."""
+    if KEYS_IN_ROWS:
+        return _dot(keys, q, acc, EMULATED)
+    else:
+        return _dot(q, tl.trans(keys), acc, EMULATED)
+
+
+@triton.jit
+def _weights_times_values(weights, values, acc, KEYS_IN_ROWS: tl.constexpr, EMULATED: tl.constexpr):
+    if KEYS_IN_ROWS:
+        return _dot(tl.trans(values), weights, acc, EMULATED)
+    else:
+        return _dot(weights, values, acc, EMULATED)
 
 
 @triton.jit
@@ -92,7 +125,28 @@ def _load_query_groups(
 
 
 @triton.jit
-def _load_latent_groups(row, valid, L: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr):
+def _unsigned(x):
+    """The same bits; a negative number becomes a larger one than any number of slots."""
+    if x.dtype == tl.int64:
+        return x.to(tl.uint64, bitcast=True)
+    else:
+        return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _locate(slot, listed, cache, num_slots, block_size, stride_block, stride_row, DENSE_CACHE: tl.constexpr):
+    """(pointers to the rows of a block of keys, which of them are there). What is not there may point anywhere."""
+    valid = (_unsigned(slot) < _unsigned(num_slots)) & listed
+    if DENSE_CACHE:
+        # As unsigned numbers: their product in 64 bits is one instruction.
+        offset = _unsigned(slot).to(tl.int64) * _unsigned(stride_row).to(tl.int64)
+    else:
+        offset = row_offset(slot, block_size, stride_block, stride_row)
+    return cache + offset, valid
+
+
+@triton.jit
+def _load_latent(row, valid, L: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr):
     """The latents of a block of keys as GROUPS tiles [BLOCK_N, BLOCK_G], as stored."""
     tiles = ()
     for g in tl.static_range(GROUPS):
@@ -100,6 +154,28 @@ def _load_latent_groups(row, valid, L: tl.constexpr, BLOCK_G: tl.constexpr, GROU
         tile = tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < L)[None, :], other=0.0)
         tiles = tiles + (tile,)
     return tiles
+
+
+@triton.jit
+def _load_rope(row, valid, L: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr):
+    """The rope parts of a block of keys [BLOCK_N, BLOCK_R], as stored."""
+    column = tl.arange(0, BLOCK_R)
+    if KV_FORMAT == DS_MLA:
+        row = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+    else:
+        row = row + L
+    return tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < R)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_scales(row, valid, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr, KV_FORMAT: tl.constexpr):
+    """The scales of 656-byte rows for each latent tile, 1 for a hole; nothing for other rows."""
+    scales = ()
+    if KV_FORMAT == DS_MLA:
+        first = (row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32))
+        for g in tl.static_range(GROUPS):
+            scales = scales + (tl.load(first + g * BLOCK_G // DS_MLA_GROUP, mask=valid, other=1.0),)
+    return scales
 
 
 @triton.jit
@@ -113,9 +189,12 @@ def _convert(tile, unit, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_group_scale(row, valid, g: tl.constexpr):
-    """Scale of latent group g of each key's 656-byte row; 1 for a hole."""
-    return tl.load((row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32)) + g, mask=valid, other=1.0)
+def _cast_tiles(tiles, dtype: tl.constexpr, GROUPS: tl.constexpr):
+    """fp8 → 16 bits, exactly."""
+    cast_tiles = ()
+    for g in tl.static_range(GROUPS):
+        cast_tiles = cast_tiles + (tiles[g].to(dtype),)
+    return cast_tiles
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -150,6 +229,7 @@ def sparse_mla_kernel(
     num_splits,
     L: tl.constexpr,
     R: tl.constexpr,
+    PITCH: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -162,6 +242,7 @@ def sparse_mla_kernel(
     PV_FP8: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
     DENSE_CACHE: tl.constexpr,
+    KEYS_IN_ROWS: tl.constexpr,
     SPLIT_SUM: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
@@ -170,26 +251,30 @@ def sparse_mla_kernel(
     """Program (t · head blocks + head block, split): BLOCK_H heads of row t over keys split · keys_per_split …
 
     The latent is handled as GROUPS tiles of BLOCK_G columns. What is None is left out.
-    out: [T, H, L], or with num_splits > 1 fp32 partial results [T, H, num_splits, L], each normalised, with lse_out
-    their lse [T, H, num_splits]. cache: elements of the stored type; for 656-byte rows its fp8 view, strides in bytes.
+    out: [T, H, L], and lse_out [T, H]; or with num_splits > 1 fp32 partial results [T, H, num_splits, PITCH], each L
+    normalised values and then their lse. cache: elements of the stored type; for 656-byte rows its fp8 view, strides in
+    bytes.
     attn_sink: only where there is one split; else it joins when the splits do. unit: 1.0.
     DOT_TYPE: type in which the latent is multiplied. ROPE_TYPE: the same of the rope part.
     QK_FP8_MAX: 0, or multiply q · k in the cache's fp8, whose largest value this is. PV_FP8: p · v in fp8 as well.
     NORMALIZE_Q: divide each row of q by a number so that it fits DOT_TYPE. DENSE_CACHE: slots at one pitch.
+    KEYS_IN_ROWS: keys in rows of the score tile, columns of the latent in rows of the accumulators.
     SPLIT_SUM: sum each group's scores on its own: a short chain of small matrix instructions each, instead of one long.
-    CONVERT: where fp8 tiles are multiplied at 16 bits, 2 converts them once for both products, scales of 656-byte rows
-    included; 1 once for the second product; 0 leaves it to each. Below 2 those scales go into scores and weights.
-    PDL: let the kernel that joins the splits be launched before this one ends (Hopper and newer).
+    CONVERT: where fp8 tiles are multiplied at 16 bits, 3 loads them one step ahead into registers, and converts them
+    once, after the step before theirs; 2 converts them once, scales of 656-byte rows included; 1 converts them once for
+    the second product; 0 leaves it to each product. Except with 2, those scales go into scores and weights.
+    PDL: see `launch_early`.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        launch_early()
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     pid = tl.program_id(0)
     t = (pid // head_blocks).to(tl.int64)
     split = tl.program_id(1)
     head = (pid % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = head < num_heads
-    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT < 2
+    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT != 2
+    KEY_AXIS: tl.constexpr = 0 if KEYS_IN_ROWS else 1
     rope = tl.arange(0, BLOCK_R)
     key = tl.arange(0, BLOCK_N)
 
@@ -198,10 +283,11 @@ def sparse_mla_kernel(
         begin = tl.load(indptr + t * length_stride).to(tl.int64)
         end = tl.minimum(tl.load(indptr + (t + 1) * length_stride).to(tl.int64), num_indices)
         count = tl.maximum(tl.minimum(end - begin, num_keys), 0).to(tl.int32)
-        before = tl.minimum(begin, 0)  # entries that lie before the buffer are holes
+        # Entries that lie before the buffer are holes.
+        skipped = tl.minimum(-tl.minimum(begin, 0), num_keys).to(tl.int32)
         row_indices = indices + begin * index_stride_k
     else:
-        before = 0
+        skipped = 0
         count = num_keys
         if topk_length is not None:
             count = tl.minimum(tl.load(topk_length + t * length_stride).to(tl.int32), num_keys)
@@ -213,7 +299,6 @@ def sparse_mla_kernel(
     score_scale = tl.zeros([BLOCK_H], tl.float32) + softmax_scale * LOG2_E
     if q_scale is not None:
         score_scale *= tl.load(q_scale)
-    rope_scale = score_scale
     if R > 0:
         q_rope_row = q_row + (L + rope[None, :]) * q_stride_w
         q_rope = tl.load(q_rope_row, mask=head_ok[:, None] & (rope < R)[None, :], other=0.0)
@@ -229,95 +314,123 @@ def sparse_mla_kernel(
         else:
             divisor = round_up_to_power_of_two(tl.maximum(largest, 1e-30))
         score_scale *= divisor
-        if KV_FORMAT != DS_MLA:
-            rope_scale = score_scale
     q_latent = ()
     for g in tl.static_range(GROUPS):
-        q_latent = q_latent + (_query_operand(q_groups[g], divisor, NORMALIZE_Q, DOT_TYPE, QK_FP8_MAX, EMULATED),)
+        q_group = _query_operand(q_groups[g], divisor, NORMALIZE_Q, DOT_TYPE, QK_FP8_MAX, EMULATED)
+        q_latent = q_latent + (tl.trans(q_group) if KEYS_IN_ROWS else q_group,)
     if R > 0:
-        if KV_FORMAT == DS_MLA:
-            q_rope = cast(q_rope, ROPE_TYPE, EMULATED)  # its keys are bf16, in the model's own range
-        else:
-            q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, QK_FP8_MAX, EMULATED)
+        # The keys of 656-byte rows are bf16 here, in the model's own range; the divisor is a power of two then.
+        rope_fp8_max: tl.constexpr = 0.0 if KV_FORMAT == DS_MLA else QK_FP8_MAX
+        q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, rope_fp8_max, EMULATED)
+        if KEYS_IN_ROWS:
+            q_rope = tl.trans(q_rope)
     value_scale = 1.0
     if kv_scale is not None:
         value_scale = tl.load(kv_scale)
         score_scale *= value_scale
-        rope_scale *= value_scale
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    zero = tl.zeros([BLOCK_N, BLOCK_H] if KEYS_IN_ROWS else [BLOCK_H, BLOCK_N], tl.float32)
+    # With keys in rows their sum goes across warps: it is taken after the loop.
+    total = zero if KEYS_IN_ROWS else tl.zeros([BLOCK_H], tl.float32)
     acc = ()
     for _ in tl.static_range(GROUPS):
-        acc = acc + (tl.zeros([BLOCK_H, BLOCK_G], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_G, BLOCK_H] if KEYS_IN_ROWS else [BLOCK_H, BLOCK_G], tl.float32),)
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, count)
+    first = tl.maximum(first, skipped)
+    # Slots are loaded one step ahead, so that a gather need not wait for them.
+    slot = tl.load(row_indices + (first + key) * index_stride_k, mask=first + key < last, other=-1)
+    if CONVERT == 3:
+        row, valid = _locate(
+            slot, first + key < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
+        )
+        next_kv = _cast_tiles(_load_latent(row, valid, L, BLOCK_G, GROUPS), DOT_TYPE, GROUPS)
+        next_scales = _load_scales(row, valid, BLOCK_G, GROUPS, KV_FORMAT)
+        if R > 0:
+            next_rope = _load_rope(row, valid, L, R, BLOCK_R, KV_FORMAT).to(ROPE_TYPE)
+        next_valid = valid
+        entry = first + BLOCK_N + key
+        slot = tl.load(row_indices + entry * index_stride_k, mask=entry < last, other=-1)
     for start in range(first, last, BLOCK_N):
-        entry = start + key
-        slot = tl.load(row_indices + entry * index_stride_k, mask=(entry < last) & (entry + before >= 0), other=-1)
-        valid = (slot >= 0) & (slot < num_slots)
-        slot = tl.where(valid, slot, 0)
-        if DENSE_CACHE:
-            row = cache + slot.to(tl.int64) * cache_stride_row
+        if CONVERT == 3:
+            # Tiles that the loop carries go to shared memory as they are, once, for both products.
+            kv = next_kv
+            scales = next_scales
+            valid = next_valid
+            if R > 0:
+                k_rope = next_rope
+            entry = start + BLOCK_N + key
+            row, next_valid = _locate(
+                slot, entry < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
+            )
+            stored_kv = _load_latent(row, next_valid, L, BLOCK_G, GROUPS)
+            next_scales = _load_scales(row, next_valid, BLOCK_G, GROUPS, KV_FORMAT)
+            if R > 0:
+                stored_rope = _load_rope(row, next_valid, L, R, BLOCK_R, KV_FORMAT)
+            slot = tl.load(row_indices + tl.minimum(entry + BLOCK_N, last - 1) * index_stride_k)
         else:
-            row = cache + row_offset(slot, block_size, cache_stride_block, cache_stride_row)
-        kv = _load_latent_groups(row, valid, L, BLOCK_G, GROUPS)
+            entry = start + key
+            row, valid = _locate(
+                slot, entry < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
+            )
+            slot = tl.load(row_indices + tl.minimum(entry + BLOCK_N, last - 1) * index_stride_k)
+            kv = _load_latent(row, valid, L, BLOCK_G, GROUPS)
+            scales = _load_scales(row, valid, BLOCK_G, GROUPS, KV_FORMAT)
+            if CONVERT == 2:
+                converted = ()
+                for g in tl.static_range(GROUPS):
+                    if KV_FORMAT == DS_MLA:
+                        converted = converted + (kv[g].to(DOT_TYPE) * scales[g].to(DOT_TYPE)[:, None],)
+                    else:
+                        converted = converted + (_convert(kv[g], unit, DOT_TYPE),)
+                kv = converted
+            if R > 0:
+                k_rope = _load_rope(row, valid, L, R, BLOCK_R, KV_FORMAT).to(ROPE_TYPE)
 
-        if CONVERT == 2:
-            converted = ()
-            for g in tl.static_range(GROUPS):
-                if KV_FORMAT == DS_MLA:
-                    scale = _load_group_scale(row, valid, g).to(DOT_TYPE)
-                    converted = converted + (kv[g].to(DOT_TYPE) * scale[:, None],)
-                else:
-                    converted = converted + (_convert(kv[g], unit, DOT_TYPE),)
-            kv = converted
-
-        zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         scores = zero
         for g in tl.static_range(GROUPS):
-            keys = tl.trans(kv[g].to(DOT_TYPE))
+            keys = kv[g].to(DOT_TYPE)
             if SCALE_LATER:
-                scores += _dot(q_latent[g], keys, zero, EMULATED) * _load_group_scale(row, valid, g)[None, :]
+                part = _query_times_keys(q_latent[g], keys, zero, KEYS_IN_ROWS, EMULATED)
+                scores += part * _per_key(scales[g], KEYS_IN_ROWS)
             elif SPLIT_SUM:
-                scores += _dot(q_latent[g], keys, zero, EMULATED)
+                scores += _query_times_keys(q_latent[g], keys, zero, KEYS_IN_ROWS, EMULATED)
             else:
-                scores = _dot(q_latent[g], keys, scores, EMULATED)
+                scores = _query_times_keys(q_latent[g], keys, scores, KEYS_IN_ROWS, EMULATED)
         if R > 0:
-            if KV_FORMAT == DS_MLA:
-                rope_row = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
-            else:
-                rope_row = row + L
-            k_rope = tl.load(rope_row[:, None] + rope[None, :], mask=valid[:, None] & (rope < R)[None, :], other=0.0)
-            k_rope = k_rope.to(ROPE_TYPE)
-            if KV_FORMAT == DS_MLA:
-                scores *= score_scale[:, None]
-                scores += _dot(q_rope, tl.trans(k_rope), zero, EMULATED) * rope_scale[:, None]
-            else:
-                scores = _dot(q_rope, tl.trans(k_rope), scores, EMULATED) * score_scale[:, None]
-        else:
-            scores *= score_scale[:, None]
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+            scores = _query_times_keys(q_rope, k_rope, scores, KEYS_IN_ROWS, EMULATED)
+        scores = tl.where(_per_key(valid, KEYS_IN_ROWS), scores, float("-inf"))
 
-        new_m = tl.maximum(m, tl.max(scores, 1))
+        new_m = tl.maximum(m, tl.max(scores, KEY_AXIS) * score_scale)
         safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # only holes so far
         alpha = tl.exp2(m - safe_m)
-        p = tl.exp2(scores - safe_m[:, None])
-        total = total * alpha + tl.sum(p, 1)
+        p = tl.exp2(scores * _per_head(score_scale, KEYS_IN_ROWS) - _per_head(safe_m, KEYS_IN_ROWS))
+        if KEYS_IN_ROWS:
+            total = total * alpha[None, :] + p
+        else:
+            total = total * alpha + tl.sum(p, 1)
         m = new_m
         new_acc = ()
         for g in tl.static_range(GROUPS):
             weights = p
             if SCALE_LATER:
-                weights = p * (_load_group_scale(row, valid, g) * WEIGHT_GAIN)[None, :]
+                weights = p * _per_key(scales[g] * WEIGHT_GAIN, KEYS_IN_ROWS)
             weights = _weight_operand(weights, DOT_TYPE, QK_FP8_MAX, PV_FP8, EMULATED)
             if CONVERT == 1:
                 values = _convert(kv[g], unit, weights.dtype)
             else:
                 values = kv[g].to(weights.dtype)
-            new_acc = new_acc + (_dot(weights, values, acc[g] * alpha[:, None], EMULATED),)
+            scaled_acc = acc[g] * _per_head(alpha, KEYS_IN_ROWS)
+            new_acc = new_acc + (_weights_times_values(weights, values, scaled_acc, KEYS_IN_ROWS, EMULATED),)
         acc = new_acc
+        if CONVERT == 3:
+            next_kv = _cast_tiles(stored_kv, DOT_TYPE, GROUPS)
+            if R > 0:
+                next_rope = stored_rope.to(ROPE_TYPE)
 
+    if KEYS_IN_ROWS:
+        total = tl.sum(total, 0)
     if attn_sink is not None:
         share, lse = _share_and_lse(m * LN_2, total, tl.load(attn_sink + head * sink_stride, mask=head_ok, other=0.0))
     else:
@@ -330,11 +443,16 @@ def sparse_mla_kernel(
     cell = (t * num_heads + head) * num_splits + split
     for g in tl.static_range(GROUPS):
         column = g * BLOCK_G + tl.arange(0, BLOCK_G)
+        result = acc[g] * _per_head(share, KEYS_IN_ROWS)
+        if KEYS_IN_ROWS:
+            result = tl.trans(result)
         tl.store(
-            out + cell[:, None] * L + column[None, :],
-            cast(acc[g] * share[:, None], out.dtype.element_ty, EMULATED),
+            out + cell[:, None] * PITCH + column[None, :],
+            cast(result, out.dtype.element_ty, EMULATED),
             mask=head_ok[:, None] & (column < L)[None, :],
         )
+    if PITCH > L:
+        tl.store(out + cell * PITCH + L, lse, mask=head_ok)
     if lse_out is not None:
         tl.store(lse_out + cell, lse, mask=head_ok)
 
@@ -344,12 +462,12 @@ def combine_splits_kernel(
     out,
     lse_out,
     partial,
-    partial_lse,
     attn_sink,
     sink_stride,
     num_heads,
     num_splits,
     L: tl.constexpr,
+    PITCH: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
@@ -357,16 +475,17 @@ def combine_splits_kernel(
 ):
     """Program (t · H + h, c): columns c · BLOCK_L … of one (row, head), its splits joined in their fixed order."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        launch_early()
     cell = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
     split = tl.arange(0, BLOCK_S)
-    lse = tl.load(partial_lse + cell * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    row = partial + (cell * num_splits + split) * PITCH
+    lse = tl.load(row + L, mask=split < num_splits, other=float("-inf"))
     m = tl.max(lse, 0)
     weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m))
     total = tl.sum(weight, 0)
     values = tl.load(
-        partial + (cell * num_splits + split)[:, None] * L + column[None, :],
+        row[:, None] + column[None, :],
         mask=(split < num_splits)[:, None] & (column < L)[None, :],
         other=0.0,
     )
