@@ -48,12 +48,9 @@ def _rotate(first, second, cos, sin, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def _load_angles(
-    positions, cos_sin, t, stride_position, stride_p, stride_r, table_rows, half: tl.constexpr, HALF: tl.constexpr
-):
-    """(cos, sin) [HALF] fp32 of token t; its position is clamped to the table."""
-    position = tl.load(positions + t * stride_position).to(tl.int64)
-    position = tl.minimum(tl.maximum(position, 0), table_rows - 1)
+def _load_angles(position, cos_sin, stride_p, stride_r, table_rows, half: tl.constexpr, HALF: tl.constexpr):
+    """(cos, sin) [HALF] fp32 of a position, which is clamped to the table."""
+    position = tl.minimum(tl.maximum(position.to(tl.int64), 0), table_rows - 1)
     pair = tl.arange(0, HALF)
     row = cos_sin + position * stride_p
     cos = tl.load(row + pair * stride_r, mask=pair < half, other=0.0)
@@ -142,10 +139,9 @@ def qk_rope_concat_cache_kernel(
     group = tl.program_id(1)
     half: tl.constexpr = R // 2
     latent = tl.arange(0, BLOCK_L)
+    # What does not depend on anything is loaded first, so that angles wait for the position and nothing else does.
     if cos_sin is not None and R > 0:
-        cos, sin = _load_angles(
-            positions, cos_sin, t, position_stride_t, table_stride_p, table_stride_r, table_rows, half, HALF
-        )
+        position = tl.load(positions + t * position_stride_t)
     if out is not None:
         if group < QUERY_PROGRAMS:
             q_divisor = 1.0
@@ -161,14 +157,17 @@ def qk_rope_concat_cache_kernel(
                 mask=ok & (latent < L)[None, :],
                 other=0.0,
             )
+            if R > 0:
+                base = q_pe + t * q_pe_stride_t + head * q_pe_stride_h
+                first, second = _load_rope_pairs(base, q_pe_stride_r, half, HALF, IS_NEOX, ok)
+                if cos_sin is not None:
+                    cos, sin = _load_angles(position, cos_sin, table_stride_p, table_stride_r, table_rows, half, HALF)
             tl.store(
                 target + latent[None, :],
                 _store_type(nope, q_divisor, q_type, Q_FP8_MAX, EMULATED),
                 mask=ok & (latent < L)[None, :],
             )
             if R > 0:
-                base = q_pe + t * q_pe_stride_t + head * q_pe_stride_h
-                first, second = _load_rope_pairs(base, q_pe_stride_r, half, HALF, IS_NEOX, ok)
                 if cos_sin is not None:
                     first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
                 first = _store_type(first, q_divisor, q_type, Q_FP8_MAX, EMULATED)
@@ -178,14 +177,28 @@ def qk_rope_concat_cache_kernel(
         if group == QUERY_PROGRAMS:
             # A block of one slot: the interpreter cannot broadcast a scalar of int1, which the mask would be.
             slot = tl.load(slots + t * slot_stride_t + tl.arange(0, 1)).to(tl.int64)
-            slot_ok = (slot >= 0) & (slot < num_slots)
-            row = cache + row_offset(tl.where(slot_ok, slot, 0), block_size, cache_stride_block, cache_stride_row)
-            kv_type: tl.constexpr = cache.dtype.element_ty
             source = kv_c + t * kv_c_stride_t
             if KV_FORMAT == DS_MLA:
                 part = tl.arange(0, DS_MLA_GROUPS)
                 column = part[:, None] * DS_MLA_GROUP + tl.arange(0, DS_MLA_GROUP)[None, :]
-                values = tl.load(source + column * kv_c_stride_l).to(tl.float32)
+                values = tl.load(source + column * kv_c_stride_l)
+            else:
+                values = tl.load(source + latent * kv_c_stride_l, mask=latent < L, other=0.0)
+            kv_divisor = 1.0
+            if kv_scale is not None:
+                kv_divisor = tl.load(kv_scale)
+            if R > 0:
+                always = tl.arange(0, 1) >= 0
+                k_first, k_second = _load_rope_pairs(
+                    k_pe + t * k_pe_stride_t, k_pe_stride_r, half, HALF, IS_NEOX, always
+                )
+                if cos_sin is not None:
+                    cos, sin = _load_angles(position, cos_sin, table_stride_p, table_stride_r, table_rows, half, HALF)
+            slot_ok = (slot >= 0) & (slot < num_slots)
+            row = cache + row_offset(slot, num_slots, block_size, cache_stride_block, cache_stride_row)
+            kv_type: tl.constexpr = cache.dtype.element_ty
+            if KV_FORMAT == DS_MLA:
+                values = values.to(tl.float32)
                 scales = tl.div_rn(amax(values, 1), KV_FP8_MAX + tl.zeros([DS_MLA_GROUPS], tl.float32))
                 scales = round_up_to_power_of_two(tl.maximum(scales, AMAX_FLOOR))
                 stored = to_fp8(
@@ -197,19 +210,12 @@ def qk_rope_concat_cache_kernel(
                 if R == 0:
                     tl.store(rope + tl.arange(0, 64), tl.zeros([64], tl.bfloat16), mask=slot_ok)
             else:
-                kv_divisor = 1.0
-                if kv_scale is not None:
-                    kv_divisor = tl.load(kv_scale)
-                values = tl.load(source + latent * kv_c_stride_l, mask=latent < L, other=0.0)
                 tl.store(
                     row + latent,
                     _store_type(values, kv_divisor, kv_type, KV_FP8_MAX, EMULATED),
                     mask=slot_ok & (latent < L),
                 )
             if R > 0:
-                k_first, k_second = _load_rope_pairs(
-                    k_pe + t * k_pe_stride_t, k_pe_stride_r, half, HALF, IS_NEOX, slot_ok
-                )
                 if cos_sin is not None:
                     k_first, k_second = _rotate(k_first, k_second, cos, sin, EMULATED)
                 if KV_FORMAT == DS_MLA:
@@ -260,9 +266,8 @@ def rotary_embedding_kernel(
     t = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     half: tl.constexpr = R // 2
-    cos, sin = _load_angles(
-        positions, cos_sin, t, position_stride_t, table_stride_p, table_stride_r, table_rows, half, HALF
-    )
+    position = tl.load(positions + t * position_stride_t)
+    cos, sin = _load_angles(position, cos_sin, table_stride_p, table_stride_r, table_rows, half, HALF)
     if group < QUERY_PROGRAMS:
         head = group * BLOCK_H + tl.arange(0, BLOCK_H)
         ok = (head < num_heads)[:, None]

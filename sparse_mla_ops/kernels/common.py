@@ -31,11 +31,25 @@ def launch_early():
 
 
 @triton.jit
-def row_offset(slot, block_size, stride_block, stride_row):
-    """Elements from the start of a cache to the row of `slot`; in 64 bits, blocks and rows at any pitch."""
-    slot = slot.to(tl.int64)
-    block = slot // block_size
-    return block * stride_block + (slot - block * block_size) * stride_row
+def unsigned(x):
+    """The same bits; a negative number becomes a larger one than any number of slots."""
+    if x.dtype == tl.int64:
+        return x.to(tl.uint64, bitcast=True)
+    else:
+        return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def row_offset(slot, num_slots, block_size, stride_block, stride_row):
+    """Elements from the start of a cache to the row of `slot`; in 64 bits, blocks and rows at any pitch.
+
+    The division takes 32 bits where they hold every slot: in 64 it is a hundred instructions. Of what is no slot the
+    result means nothing.
+    """
+    slot = unsigned(slot.to(num_slots.dtype))
+    size = unsigned(block_size.to(num_slots.dtype))
+    block = slot // size
+    return block.to(tl.int64) * stride_block + (slot - block * size).to(tl.int64) * stride_row
 
 
 @triton.jit

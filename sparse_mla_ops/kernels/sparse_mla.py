@@ -22,6 +22,7 @@ from sparse_mla_ops.kernels.common import (
     round_up_to_power_of_two,
     row_offset,
     to_fp8,
+    unsigned,
 )
 
 # Numbers that change with the step: their divisibility would only make more variants of one kernel.
@@ -125,23 +126,14 @@ def _load_query_groups(
 
 
 @triton.jit
-def _unsigned(x):
-    """The same bits; a negative number becomes a larger one than any number of slots."""
-    if x.dtype == tl.int64:
-        return x.to(tl.uint64, bitcast=True)
-    else:
-        return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _locate(slot, listed, cache, num_slots, block_size, stride_block, stride_row, DENSE_CACHE: tl.constexpr):
     """(pointers to the rows of a block of keys, which of them are there). What is not there may point anywhere."""
-    valid = (_unsigned(slot) < _unsigned(num_slots)) & listed
+    valid = (unsigned(slot) < unsigned(num_slots)) & listed
     if DENSE_CACHE:
         # As unsigned numbers: their product in 64 bits is one instruction.
-        offset = _unsigned(slot).to(tl.int64) * _unsigned(stride_row).to(tl.int64)
+        offset = unsigned(slot).to(tl.int64) * unsigned(stride_row).to(tl.int64)
     else:
-        offset = row_offset(slot, block_size, stride_block, stride_row)
+        offset = row_offset(slot, num_slots, block_size, stride_block, stride_row)
     return cache + offset, valid
 
 
@@ -481,14 +473,14 @@ def combine_splits_kernel(
     split = tl.arange(0, BLOCK_S)
     row = partial + (cell * num_splits + split) * PITCH
     lse = tl.load(row + L, mask=split < num_splits, other=float("-inf"))
-    m = tl.max(lse, 0)
-    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m))
-    total = tl.sum(weight, 0)
     values = tl.load(
         row[:, None] + column[None, :],
         mask=(split < num_splits)[:, None] & (column < L)[None, :],
         other=0.0,
     )
+    m = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(m == float("-inf"), 0.0, m))
+    total = tl.sum(weight, 0)
     if attn_sink is not None:
         share, lse = _share_and_lse(m, total, tl.load(attn_sink + (cell % num_heads) * sink_stride))
     else:
