@@ -99,6 +99,16 @@ def test_attention_is_accurate(case: OpCase, layout: str, backend: str) -> None:
     check_attention(case, backend, case.arguments(tokens=5, layout=layout, device=DEVICE))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="pretends to be another device; on a GPU the real one is tested")
+@pytest.mark.parametrize("name", ["sm90", "gfx942", "gfx950"])
+@pytest.mark.parametrize("case", testing.cases_of("sparse_mla_fwd"), ids=str)
+def test_attention_is_accurate_as_it_is_launched_elsewhere(case: OpCase, name: str) -> None:
+    """The choices for another architecture: types of the products, sizes of the tiles, which way round they stand."""
+    triton_backend = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
+    with triton_backend.pretend_device(triton_backend.Device(name, 132)):
+        check_attention(case, "triton", case.arguments(tokens=3, device=DEVICE))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", OTHER_HEADS)
 @pytest.mark.parametrize("cache", ["bf16", "e4m3fn", "rows656"])

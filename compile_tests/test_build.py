@@ -161,7 +161,7 @@ def test_fp8_dots_have_the_encoding_of_the_architecture(built: list[dict[str, An
 
 @pytest.mark.parametrize("name", ["sm89", "sm90", "sm120"])
 def test_fp8_scores_are_of_fp8_operands(built: list[dict[str, Any]], name: str) -> None:
-    """The scores only: values are converted. On sm90 only tiles of 64 heads: Triton converts smaller ones itself."""
+    """The scores only: values are converted. On sm90 only tiles of 64 heads: smaller ones are multiplied in fp16."""
     kernels = [one for one in of(built, name, "sparse_mla_kernel") if "dot8" in one["name"]]
     if name == "sm90":
         kernels = [one for one in kernels if "-h64-" in one["name"]]

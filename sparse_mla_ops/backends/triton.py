@@ -1,7 +1,7 @@
 """Portable Triton: one launch per operator (two for split-K attention), on any GPU that Triton compiles for.
 
 Grids and block sizes follow from tensor shapes, dtypes and the device alone; what may be tuned comes from `tuned.json`.
-fp8 products of fewer than 64 heads are carried out in fp16 on sm90, exactly: its small matrix instructions have no fp8.
+fp8 products of up to 32 heads are carried out in fp16 on sm90, exactly: its small matrix instructions have no fp8.
 On CPU tensors the kernels run only in Triton's interpreter (TRITON_INTERPRET=1 before the first import), for tests.
 """
 
@@ -523,7 +523,8 @@ class _Dots(NamedTuple):
     rope: torch.dtype
     normalize_q: bool
     """Whether the kernel scales each row of the query to fit `latent`."""
-    fp8_max: float
+    q_fp8_max: float
+    """Largest value of the fp8 type that the query is rounded to; 0 if it is not."""
     pv_fp8: bool
 
 
@@ -532,10 +533,13 @@ def _dots(q: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_n
         dtype = layout.dtype if layout.dtype == q.dtype else torch.float32
         return _Dots("fp32" if dtype == torch.float32 else "16bit", dtype, dtype, False, 0.0, False)
     if dot_precision == "fp8" or (dot_precision is None and q.dtype in formats.FP8_MAX):
+        normalize, fp8_max = q.dtype not in formats.FP8_MAX, formats.FP8_MAX[layout.dtype]
+        if arch_name == "sm90" and _block_heads(q.shape[1], "fp8") < 64:
+            # Hopper's small matrix instructions have no fp8. The query is rounded to it, and the same products taken in
+            # fp16: they are exact there.
+            return _Dots("fp8", torch.float16, torch.float16, normalize, fp8_max, False)
         # Hopper's matrix units take no V of 8 bits as it is stored, AMD's do.
-        pv_fp8 = arch_name.startswith("gfx")
-        fp8_max = formats.FP8_MAX[layout.dtype]
-        return _Dots("fp8dot", layout.dtype, layout.dtype, q.dtype not in formats.FP8_MAX, fp8_max, pv_fp8)
+        return _Dots("fp8dot", layout.dtype, layout.dtype, normalize, fp8_max, arch_name.startswith("gfx"))
     # fp8 → fp16 is exact and one instruction for two values; bf16 and fp32 queries are scaled to fit it.
     normalize = q.dtype in (torch.bfloat16, torch.float32)
     if layout.kind == "fp8_ds_mla":
@@ -605,13 +609,13 @@ def sparse_mla_fwd(
     lengths = topk_length if indptr is None else indptr
     sink_stride = 0 if attn_sink is None else attn_sink.stride(0)
     block_heads = _block_heads(heads, dots.name)
-    least = 32 if dots.fp8_max > 0 else 16  # the depth of one matrix instruction
+    least = 32 if dots.latent in formats.FP8_MAX else 16  # the depth of one matrix instruction
     block_latent = _power_of_two(kv_lora_rank, least=least)
     block_group = min(block_latent, settings["BLOCK_G"])
     if layout.kind == "fp8_ds_mla":
         block_group = min(block_group, DS_MLA_GROUP.value)
     convert = settings["CONVERT"] if layout.quantized and not dots.pv_fp8 else 0
-    if dots.fp8_max > 0:
+    if dots.latent in formats.FP8_MAX:
         convert = min(convert, 1)  # the first product takes the keys as they are
     block_keys = settings["BLOCK_N"]
     # Warp-group instructions for few heads, whose accumulators leave registers for it. Not with fewer keys: of 64 keys
@@ -658,7 +662,7 @@ def sparse_mla_fwd(
             "KV_FORMAT": _KV_FORMATS[layout.kind],
             "DOT_TYPE": _TRITON_TYPES[dots.latent],
             "ROPE_TYPE": _TRITON_TYPES[dots.rope],
-            "QK_FP8_MAX": dots.fp8_max,
+            "Q_FP8_MAX": dots.q_fp8_max,
             "PV_FP8": dots.pv_fp8,
             "NORMALIZE_Q": dots.normalize_q,
             "KEYS_IN_ROWS": keys_in_rows,

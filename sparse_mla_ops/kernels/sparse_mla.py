@@ -45,11 +45,17 @@ def _dot(a, b, acc, EMULATED: tl.constexpr):
 
 @triton.jit
 def _query_operand(
-    q, divisor, NORMALIZE: tl.constexpr, dtype: tl.constexpr, fp8_max: tl.constexpr, EMULATED: tl.constexpr
+    q,
+    divisor,
+    NORMALIZE: tl.constexpr,
+    dtype: tl.constexpr,
+    fp8: tl.constexpr,
+    fp8_max: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):
-    """A tile of the query in the type it is multiplied in."""
+    """A tile of the query in the type it is multiplied in; with fp8_max, rounded to `fp8` first."""
     if NORMALIZE and fp8_max > 0:
-        return to_fp8(q.to(tl.float32) / divisor[:, None], dtype, fp8_max, EMULATED)
+        return to_fp8(q.to(tl.float32) / divisor[:, None], fp8, fp8_max, EMULATED).to(dtype)
     elif NORMALIZE:
         return cast(q.to(tl.float32) / divisor[:, None], dtype, EMULATED)
     else:
@@ -230,7 +236,7 @@ def sparse_mla_kernel(
     KV_FORMAT: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     ROPE_TYPE: tl.constexpr,
-    QK_FP8_MAX: tl.constexpr,
+    Q_FP8_MAX: tl.constexpr,
     PV_FP8: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
     DENSE_CACHE: tl.constexpr,
@@ -248,8 +254,9 @@ def sparse_mla_kernel(
     bytes.
     attn_sink: only where there is one split; else it joins when the splits do. unit: 1.0.
     DOT_TYPE: type in which the latent is multiplied. ROPE_TYPE: the same of the rope part.
-    QK_FP8_MAX: 0, or multiply q · k in the cache's fp8, whose largest value this is. PV_FP8: p · v in fp8 as well.
-    NORMALIZE_Q: divide each row of q by a number so that it fits DOT_TYPE. DENSE_CACHE: slots at one pitch.
+    Q_FP8_MAX: 0, or round q to the cache's fp8, whose largest value this is. PV_FP8: multiply p · v in fp8 as well.
+    NORMALIZE_Q: divide each row of q by a number so that it fits the type it is rounded to.
+    DENSE_CACHE: slots at one pitch.
     KEYS_IN_ROWS: keys in rows of the score tile, columns of the latent in rows of the accumulators.
     SPLIT_SUM: sum each group's scores on its own: a short chain of small matrix instructions each, instead of one long.
     CONVERT: where fp8 tiles are multiplied at 16 bits, 3 loads them one step ahead into registers, and converts them
@@ -301,19 +308,20 @@ def sparse_mla_kernel(
             largest = tl.maximum(largest, amax(q_groups[g].to(tl.float32), 1))
         if R > 0 and KV_FORMAT != DS_MLA:
             largest = tl.maximum(largest, amax(q_rope.to(tl.float32), 1))
-        if QK_FP8_MAX > 0:
-            divisor = tl.maximum(largest, AMAX_FLOOR) / QK_FP8_MAX
+        if Q_FP8_MAX > 0:
+            divisor = tl.maximum(largest, AMAX_FLOOR) / Q_FP8_MAX
         else:
             divisor = round_up_to_power_of_two(tl.maximum(largest, 1e-30))
         score_scale *= divisor
+    stored: tl.constexpr = cache.dtype.element_ty
     q_latent = ()
     for g in tl.static_range(GROUPS):
-        q_group = _query_operand(q_groups[g], divisor, NORMALIZE_Q, DOT_TYPE, QK_FP8_MAX, EMULATED)
+        q_group = _query_operand(q_groups[g], divisor, NORMALIZE_Q, DOT_TYPE, stored, Q_FP8_MAX, EMULATED)
         q_latent = q_latent + (tl.trans(q_group) if KEYS_IN_ROWS else q_group,)
     if R > 0:
         # The keys of 656-byte rows are bf16 here, in the model's own range; the divisor is a power of two then.
-        rope_fp8_max: tl.constexpr = 0.0 if KV_FORMAT == DS_MLA else QK_FP8_MAX
-        q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, rope_fp8_max, EMULATED)
+        rope_fp8_max: tl.constexpr = 0.0 if KV_FORMAT == DS_MLA else Q_FP8_MAX
+        q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, stored, rope_fp8_max, EMULATED)
         if KEYS_IN_ROWS:
             q_rope = tl.trans(q_rope)
     value_scale = 1.0
@@ -408,7 +416,7 @@ def sparse_mla_kernel(
             weights = p
             if SCALE_LATER:
                 weights = p * _per_key(scales[g] * WEIGHT_GAIN, KEYS_IN_ROWS)
-            weights = _weight_operand(weights, DOT_TYPE, QK_FP8_MAX, PV_FP8, EMULATED)
+            weights = _weight_operand(weights, DOT_TYPE, Q_FP8_MAX, PV_FP8, EMULATED)
             if CONVERT == 1:
                 values = _convert(kv[g], unit, weights.dtype)
             else:
@@ -428,7 +436,7 @@ def sparse_mla_kernel(
     else:
         share, lse = _share_and_lse(m * LN_2, total, None)
     if PV_FP8:
-        share *= 1.0 / QK_FP8_MAX
+        share *= 1.0 / Q_FP8_MAX
     if SCALE_LATER:
         share *= 1.0 / WEIGHT_GAIN
     share *= value_scale
