@@ -542,6 +542,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "bf16-flat": {"flat": True},
         "fp32-flat-int64-sink": {"dtype": FP32, "cache": "fp32", "flat": True, "integers": INT64, "sink": True},
         "bf16-r0": {"rope_dim": 0},
+        "bf16-one-wide": {"rank": 1, "rope_dim": 0},
         "bf16-slab": {"slab": True},
         "e4m3fn": {"cache": "e4m3fn"},
         "e4m3fn-q8-lse": {"dtype": E4M3FN, "q_scale": 0.5, "cache": "e4m3fn", "return_lse": True},

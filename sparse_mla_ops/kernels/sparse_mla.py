@@ -136,7 +136,8 @@ def _locate(slot, listed, cache, num_slots, block_size, stride_block, stride_row
     """(pointers to the rows of a block of keys, which of them are there). What is not there may point anywhere."""
     valid = (unsigned(slot) < unsigned(num_slots)) & listed
     if DENSE_CACHE:
-        # As unsigned numbers: their product in 64 bits is one instruction.
+        # As unsigned numbers: their product in 64 bits is one instruction. A stride of 1 is a constant without a type.
+        stride_row += tl.zeros([1], tl.int32)
         offset = unsigned(slot).to(tl.int64) * unsigned(stride_row).to(tl.int64)
     else:
         offset = row_offset(slot, num_slots, block_size, stride_block, stride_row)
