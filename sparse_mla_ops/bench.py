@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ from torch.utils.benchmark import Timer
 import sparse_mla_ops
 from sparse_mla_ops import arch, formats, ops, registry, tuned
 from sparse_mla_ops.ops._register import forget_plans
+from sparse_mla_ops.tuned import ShapeClass
 
 KV_LORA_RANK, ROPE_DIM = 512, 64
 BLOCK_SIZE = 64
@@ -1006,14 +1006,6 @@ MAX_ERROR = 0.06
 """Of fp8 products, the coarsest: settings that exceed it do not compute the operator."""
 
 
-class ShapeClass(NamedTuple):
-    """A key of tuned.json: architecture, kernel, class."""
-
-    arch: str
-    kernel: str
-    name: str
-
-
 def candidates(shape_class: ShapeClass, current: Settings) -> list[Settings]:
     """The whole grid, the current settings first, then what differs from them in one setting, in two, … So a search
     that runs out of time has seen the neighbourhood."""
@@ -1031,20 +1023,12 @@ def candidates(shape_class: ShapeClass, current: Settings) -> list[Settings]:
 
 
 @contextlib.contextmanager
-def settings_as(shape_class: ShapeClass | None, settings: Settings) -> Iterator[list[ShapeClass]]:
-    """Within the block, kernels of `shape_class` are launched with `settings`. Yields the classes looked up."""
-    asked: list[ShapeClass] = []
-    measured = tuned.settings
-
-    def answer(arch: str, op: str, name: str) -> dict[str, Any]:
-        asked.append(ShapeClass(arch, op, name))
-        found = measured(arch, op, name)
-        return {**found, **settings} if asked[-1] == shape_class else found
-
+def settings_as(shape_class: ShapeClass, settings: Settings) -> Iterator[None]:
+    """Within the block, kernels of `shape_class` are launched with `settings`."""
     forget_plans()  # known calls are repeated with the settings that they were first made with
     try:
-        with mock.patch.object(tuned, "settings", answer):
-            yield asked
+        with tuned.watch({shape_class: settings}):
+            yield
     finally:
         forget_plans()
 
@@ -1053,7 +1037,7 @@ def class_of(shape: Shape, device: torch.device) -> ShapeClass | None:
     """The class whose settings the Triton backend uses for a shape; nothing is launched. None: it refuses the shape."""
     triton_backend = importlib.import_module("sparse_mla_ops.backends.triton")
     inputs = _inputs(shape, device)
-    with settings_as(None, {}) as asked, triton_backend.record_launches():
+    with tuned.watch() as asked, triton_backend.record_launches():
         try:
             getattr(ops, shape.op)(**inputs.arguments(0), backend="triton")
         except registry.BackendUnavailable:
@@ -1175,8 +1159,7 @@ def tune(shapes: Sequence[Shape], only: str, seconds: float, device: torch.devic
         gc.collect()
         torch.cuda.empty_cache()
     progress.close()
-    tuned._table.cache_clear()
-    tuned.settings.cache_clear()
+    tuned.reread()
     forget_plans()
     print(f"wrote {path}")
     return 0

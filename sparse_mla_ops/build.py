@@ -40,7 +40,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import triton
@@ -360,20 +359,6 @@ def specialise(launch: launcher.Launch, call: Call, arch: str, shape_classes: tu
     )
 
 
-@contextlib.contextmanager
-def _record_shape_classes() -> Iterator[list[str]]:
-    """Within the block, collect the classes of shapes whose settings are asked for."""
-    asked: list[str] = []
-    settings = tuned.settings
-
-    def record(arch: str, op: str, shape_class: str) -> dict[str, Any]:
-        asked.append(f"{op}/{shape_class}")
-        return settings(arch, op, shape_class)
-
-    with mock.patch.object(tuned, "settings", record):
-        yield asked
-
-
 def launches_of(call: Call, arch: str) -> list[Specialisation] | Skipped:
     """What `call` would launch on `arch`, or why it would not."""
     contract = inspect.unwrap(getattr(ops, call.op))
@@ -385,13 +370,14 @@ def launches_of(call: Call, arch: str) -> list[Specialisation] | Skipped:
         return Skipped(call.op, call.name, arch, "the triton backend does not implement it")
     filled = () if outputs is None else outputs if isinstance(outputs, tuple) else (outputs,)
     device = launcher.Device(arch, TARGETS[arch].multiprocessors)
-    with launcher.pretend_device(device), launcher.record_launches() as launches, _record_shape_classes() as asked:
+    with launcher.pretend_device(device), launcher.record_launches() as launches, tuned.watch() as asked:
         why_not = getattr(launcher, f"why_not_{call.op}", None)
         if why_not is not None and (reason := why_not(*arguments)):
             return Skipped(call.op, call.name, arch, reason)
         getattr(launcher, call.op)(*filled, *arguments)
     # Settings may be asked for on the way to a decision: the last ones are those that are taken.
-    return [specialise(launch, call, arch, tuple(asked[-1:])) for launch in launches]
+    shape_classes = tuple(f"{key.kernel}/{key.name}" for key in asked[-1:])
+    return [specialise(launch, call, arch, shape_classes) for launch in launches]
 
 
 def specialisations(

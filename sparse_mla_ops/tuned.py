@@ -6,10 +6,21 @@ Nothing is tuned when a kernel is called: a first call may be inside a graph cap
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator, Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class ShapeClass(NamedTuple):
+    """A key of tuned.json: architecture, kernel, class of shapes."""
+
+    arch: str
+    kernel: str
+    name: str
+
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     # BLOCK_H heads per program.
@@ -35,6 +46,35 @@ def _table() -> dict[str, Any]:
 
 
 @functools.cache
-def settings(arch: str, op: str, shape_class: str) -> dict[str, Any]:
+def _settings(key: ShapeClass) -> dict[str, Any]:
+    return {**DEFAULTS[key.kernel], **_table().get(key.arch, {}).get(key.kernel, {}).get(key.name, {})}
+
+
+_watched: tuple[list[ShapeClass], Mapping[ShapeClass, Mapping[str, Any]]] | None = None
+
+
+def settings(arch: str, kernel: str, name: str) -> dict[str, Any]:
     """The settings of a kernel on `arch` for one class of shapes; the defaults where nothing was measured."""
-    return {**DEFAULTS[op], **_table().get(arch, {}).get(op, {}).get(shape_class, {})}
+    key = ShapeClass(arch, kernel, name)
+    if _watched is None:
+        return _settings(key)
+    asked, instead = _watched
+    asked.append(key)
+    return {**_settings(key), **instead.get(key, {})}
+
+
+@contextlib.contextmanager
+def watch(instead: Mapping[ShapeClass, Mapping[str, Any]] | None = None) -> Iterator[list[ShapeClass]]:
+    """Within the block, collect the classes whose settings are asked for. instead: settings that replace theirs."""
+    global _watched
+    before, _watched = _watched, ([], instead or {})
+    try:
+        yield _watched[0]
+    finally:
+        _watched = before
+
+
+def reread() -> None:
+    """Read tuned.json again, which has changed."""
+    _table.cache_clear()
+    _settings.cache_clear()
