@@ -5,6 +5,7 @@ On a CPU the triton backend runs in Triton's interpreter, as the root conftest a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -145,28 +146,35 @@ def test_splits_that_find_no_key_change_nothing(kept: int, backend: str) -> None
     check_attention(case, backend, arguments)
 
 
+@pytest.fixture
+def set_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Give every class of the triton backend's kernels other settings, until the test ends."""
+    usual = tuned.settings
+
+    def set_them(**settings: int) -> None:
+        monkeypatch.setattr(tuned, "settings", lambda *shape_class: {**usual(*shape_class), **settings})
+        forget_plans()
+
+    yield set_them
+    forget_plans()
+
+
 @pytest.mark.parametrize("keys", [1, 127, 128, 300])
 @pytest.mark.parametrize("block_keys", [64, 128])
 @pytest.mark.parametrize("convert", [0, 1, 2, 3])
 @pytest.mark.parametrize("cache", ["e4m3fn", "rows656"])
 def test_attention_is_accurate_however_fp8_tiles_are_converted(
-    cache: str, convert: int, block_keys: int, keys: int, monkeypatch: pytest.MonkeyPatch
+    cache: str, convert: int, block_keys: int, keys: int, set_settings: Callable[..., None]
 ) -> None:
     """Settings differ from GPU to GPU: each way of the triton kernel computes the same, with tails and holes."""
-    usual = tuned.settings
-    settings = {"CONVERT": convert, "BLOCK_N": block_keys, "num_warps": 8, "num_stages": 1}
-    monkeypatch.setattr(tuned, "settings", lambda *shape_class: {**usual(*shape_class), **settings})
-    forget_plans()
+    set_settings(CONVERT=convert, BLOCK_N=block_keys, num_warps=8, num_stages=1)
     case = OpCase("sparse_mla_fwd", cache)
     arguments = case.arguments(tokens=3, device=DEVICE)
     rows = arguments["kv_cache"].shape[0] * arguments["kv_cache"].shape[1]
     indices = torch.randint(-rows // 4, rows + rows // 4, (3, keys), generator=torch.Generator().manual_seed(keys))
     arguments["indices"] = indices.to(DEVICE, torch.int32)
     arguments["dot_precision"] = "bf16"
-    try:
-        check_attention(case, "triton", arguments)
-    finally:
-        forget_plans()
+    check_attention(case, "triton", arguments)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -196,13 +204,11 @@ def test_triton_refuses_columns_that_32_bits_cannot_address() -> None:
     ("heads", "block_keys", "expected"), [(16, 128, True), (5, 128, True), (16, 64, False), (17, 128, False)]
 )
 def test_keys_stand_in_rows_only_where_that_was_found_safe(
-    heads: int, block_keys: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+    heads: int, block_keys: int, expected: bool, set_settings: Callable[..., None]
 ) -> None:
     """Blocks of 64 keys with a rope part read outside shared memory on an H200; with more heads registers spill."""
     triton_backend = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
-    usual = tuned.settings
-    settings = {"CONVERT": 3, "BLOCK_N": block_keys}
-    monkeypatch.setattr(tuned, "settings", lambda *shape_class: {**usual(*shape_class), **settings})
+    set_settings(CONVERT=3, BLOCK_N=block_keys)
     arguments = {
         "q": torch.empty(4, heads, 576, dtype=torch.bfloat16, device="meta"),
         "kv_cache": torch.empty(8, 64, 656, dtype=torch.uint8, device="meta"),

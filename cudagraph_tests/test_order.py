@@ -46,21 +46,35 @@ class Decode:
         self.cache = formats.empty_kv_cache(SLOTS // 64, 64, LATENT, ROPE, cache_dtype, torch.device("cuda"))
         self.indices = torch.arange(TOKENS * STEPS, device="cuda", dtype=torch.int32).expand(TOKENS, -1).contiguous()
 
-    def step(self, step: int) -> Tensor:
+    def fill(self, step: int) -> None:
         for name, buffer in self.buffers.items():
             buffer.copy_(self.inputs[step][name])
-        q = ops.fused_qk_rope_concat_and_cache_mla(
+
+    def write(self) -> Tensor:
+        return ops.fused_qk_rope_concat_and_cache_mla(
             **self.buffers, cos_sin_cache=self.table, kv_cache=self.cache, is_neox=False
         )
+
+    def attend(self, q: Tensor) -> Tensor:
         return ops.sparse_mla_fwd(q, self.cache, self.indices, 0.07, LATENT, phase="decode")[0]
 
     def all_steps(self, between: Callable[[], Any] = lambda: None) -> list[Tensor]:
         self.cache.view(torch.uint8).zero_()
         outputs = []
         for step in range(STEPS):
-            outputs.append(self.step(step))
+            self.fill(step)
+            outputs.append(self.attend(self.write()))
             between()
         return outputs
+
+    def expected(self) -> list[Tensor]:
+        """Each step has ended before the next one begins."""
+        return self.all_steps(between=torch.cuda.synchronize)
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(one, wanted)
 
 
 CACHES = [torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla"]
@@ -69,47 +83,42 @@ CACHES = [torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla"]
 @pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
 def test_steps_see_what_the_ones_before_wrote(cache_dtype: torch.dtype | str):
     decode = Decode(cache_dtype)
-    expected = [output.clone() for output in decode.all_steps(between=torch.cuda.synchronize)]
+    expected = decode.expected()
     for _ in range(5):
-        for actual, wanted in zip(decode.all_steps(), expected):
-            assert torch.equal(actual, wanted)
+        assert_same(decode.all_steps(), expected)
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
 def test_captured_steps_see_what_the_ones_before_wrote(cache_dtype: torch.dtype | str):
     decode = Decode(cache_dtype)
-    expected = [output.clone() for output in decode.all_steps(between=torch.cuda.synchronize)]
+    expected = decode.expected()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = decode.all_steps()
     for _ in range(5):
         graph.replay()
-        for actual, wanted in zip(outputs, expected):
-            assert torch.equal(actual, wanted)
+        assert_same(outputs, expected)
 
 
 def test_an_operator_may_be_captured_where_streams_fork_and_join():
     """Its kernel comes first on a stream that waits for an event, and another stream waits for it."""
     decode = Decode(torch.bfloat16)
-    expected = [output.clone() for output in decode.all_steps(between=torch.cuda.synchronize)]
+    expected = decode.expected()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     outputs = []
     with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
         decode.cache.zero_()
         for step in range(STEPS):
-            side.wait_stream(torch.cuda.current_stream())
+            side.wait_stream(main)
             with torch.cuda.stream(side):
-                for name, buffer in decode.buffers.items():
-                    buffer.copy_(decode.inputs[step][name])
-            torch.cuda.current_stream().wait_stream(side)
-            q = ops.fused_qk_rope_concat_and_cache_mla(
-                **decode.buffers, cos_sin_cache=decode.table, kv_cache=decode.cache, is_neox=False
-            )
-            side.wait_stream(torch.cuda.current_stream())
+                decode.fill(step)
+            main.wait_stream(side)
+            q = decode.write()
+            side.wait_stream(main)
             with torch.cuda.stream(side):
-                outputs.append(ops.sparse_mla_fwd(q, decode.cache, decode.indices, 0.07, LATENT, phase="decode")[0])
-            torch.cuda.current_stream().wait_stream(side)
+                outputs.append(decode.attend(q))
+            main.wait_stream(side)
     for _ in range(5):
         graph.replay()
-        for actual, wanted in zip(outputs, expected):
-            assert torch.equal(actual, wanted)
+        assert_same(outputs, expected)

@@ -17,6 +17,7 @@ from sparse_mla_ops.kernels.common import (
     DS_MLA_SCALES_AT,
     amax,
     cast,
+    is_slot,
     launch_early,
     round_up_to_power_of_two,
     row_offset,
@@ -194,7 +195,7 @@ def qk_rope_concat_cache_kernel(
                 )
                 if cos_sin is not None:
                     cos, sin = _load_angles(position, cos_sin, table_stride_p, table_stride_r, table_rows, half, HALF)
-            slot_ok = (slot >= 0) & (slot < num_slots)
+            slot_ok = is_slot(slot, num_slots)
             row = cache + row_offset(slot, num_slots, block_size, cache_stride_block, cache_stride_row)
             kv_type: tl.constexpr = cache.dtype.element_ty
             if KV_FORMAT == DS_MLA:
@@ -277,7 +278,7 @@ def rotary_embedding_kernel(
         first, second = _rotate(first, second, cos[None, :], sin[None, :], EMULATED)
         _store_rope_pairs(q_out + (t * num_heads + head) * R, first, second, half, HALF, IS_NEOX, ok)
     else:
-        all_ok = tl.arange(0, 1) >= 0
-        k_first, k_second = _load_rope_pairs(k_pe + t * k_stride_t, k_stride_r, half, HALF, IS_NEOX, all_ok)
+        always = tl.arange(0, 1) >= 0
+        k_first, k_second = _load_rope_pairs(k_pe + t * k_stride_t, k_stride_r, half, HALF, IS_NEOX, always)
         k_first, k_second = _rotate(k_first, k_second, cos, sin, EMULATED)
-        _store_rope_pairs(k_out + t * R, k_first, k_second, half, HALF, IS_NEOX, all_ok)
+        _store_rope_pairs(k_out + t * R, k_first, k_second, half, HALF, IS_NEOX, always)

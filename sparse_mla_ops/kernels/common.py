@@ -40,6 +40,12 @@ def unsigned(x):
 
 
 @triton.jit
+def is_slot(slot, num_slots):
+    """Whether a cache has the slot: not negative, not beyond its end. One comparison."""
+    return unsigned(slot) < unsigned(num_slots)
+
+
+@triton.jit
 def row_offset(slot, num_slots, block_size, stride_block, stride_row):
     """Elements from the start of a cache to the row of `slot`; in 64 bits, blocks and rows at any pitch.
 

@@ -18,6 +18,7 @@ from sparse_mla_ops.kernels.common import (
     DS_MLA_SCALES_AT,
     amax,
     cast,
+    is_slot,
     launch_early,
     round_up_to_power_of_two,
     row_offset,
@@ -134,7 +135,7 @@ def _load_query_groups(
 @triton.jit
 def _locate(slot, listed, cache, num_slots, block_size, stride_block, stride_row, DENSE_CACHE: tl.constexpr):
     """(pointers to the rows of a block of keys, which of them are there). What is not there may point anywhere."""
-    valid = (unsigned(slot) < unsigned(num_slots)) & listed
+    valid = is_slot(slot, num_slots) & listed
     if DENSE_CACHE:
         # As unsigned numbers: their product in 64 bits is one instruction. A stride of 1 is a constant without a type.
         stride_row += tl.zeros([1], tl.int32)
