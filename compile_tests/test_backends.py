@@ -200,21 +200,50 @@ def test_triton_refuses_columns_that_32_bits_cannot_address() -> None:
     assert "columns of q_nope lie 2^31 elements or more apart" in reason
 
 
+@pytest.mark.parametrize("kind", ["small", "large"])
+@pytest.mark.parametrize("convert", [0, 1, 2, 3])
+def test_scales_of_656_byte_rows_may_be_small_and_large(
+    convert: int, kind: str, set_settings: Callable[..., None]
+) -> None:
+    """Scales are multiplied at 16 bits, any fp32 number though they are: latents of 1e-4 and 1e3 are as accurate."""
+    set_settings(CONVERT=convert, BLOCK_N=128, num_warps=8, num_stages=1)
+    case = OpCase("sparse_mla_fwd", "rows656")
+    arguments = case.arguments(tokens=3, device=DEVICE)
+    factor = 1.37 * (2.0**-14 if kind == "small" else 2.0**8)
+    scales = arguments["kv_cache"].flatten(0, 1)[:, 512:528]
+    scales.copy_((scales.contiguous().view(torch.float32) * factor).view(torch.uint8))
+    # The query's latent part shrinks where the cache's grows, so that the scores stay what they are.
+    arguments["q"][..., :512] /= factor
+    check_attention(case, "triton", arguments)
+
+
 @pytest.mark.parametrize(
-    ("heads", "block_keys", "expected"), [(16, 128, True), (5, 128, True), (16, 64, False), (17, 128, False)]
+    ("heads", "rope", "block_keys", "num_warps", "expected"),
+    [
+        (16, 64, 128, 8, True),
+        (5, 64, 128, 8, True),
+        (32, 64, 128, 8, True),
+        (33, 64, 128, 8, False),
+        (16, 64, 64, 4, False),
+        (16, 64, 64, 8, False),
+        (16, 64, 128, 4, False),
+        (16, 0, 64, 4, True),
+        (16, 0, 32, 4, False),
+    ],
 )
 def test_keys_stand_in_rows_only_where_that_was_found_safe(
-    heads: int, block_keys: int, expected: bool, set_settings: Callable[..., None]
+    heads: int, rope: int, block_keys: int, num_warps: int, expected: bool, set_settings: Callable[..., None]
 ) -> None:
-    """Blocks of 64 keys with a rope part read outside shared memory on an H200; with more heads registers spill."""
+    """One warp group with a rope part gave wrong results on an H200 (a wrong matrix descriptor by ptxas 12.8)."""
     triton_backend = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
-    set_settings(CONVERT=3, BLOCK_N=block_keys)
+    set_settings(CONVERT=3, BLOCK_N=block_keys, num_warps=num_warps)
     arguments = {
-        "q": torch.empty(4, heads, 576, dtype=torch.bfloat16, device="meta"),
-        "kv_cache": torch.empty(8, 64, 656, dtype=torch.uint8, device="meta"),
+        "q": torch.empty(4, heads, 512 + rope, dtype=torch.bfloat16, device="meta"),
+        "kv_cache": torch.empty(8, 64, 512 + rope, dtype=torch.float8_e4m3fn, device="meta"),
         "indices": torch.empty(4, 512, dtype=torch.int32, device="meta"),
     }
-    optional = {"kv_lora_rank": 512, **dict.fromkeys(("indptr", "max_topk", "topk_length", "q_scale", "kv_scale"))}
+    optional = {"kv_lora_rank": 512, **dict.fromkeys(("indptr", "max_topk", "topk_length", "q_scale"))}
+    optional["kv_scale"] = torch.empty(1, device="meta")
     rest = {"attn_sink": None, "dot_precision": None, "phase": "decode", "return_lse": False, "fp8_dtype": None}
     out, lse = arguments["q"].new_empty(4, heads, 512), arguments["q"].new_empty(0, dtype=torch.float32)
     device = triton_backend.Device("sm90", 132)

@@ -991,13 +991,14 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3),
         "CONVERT": (0, 1, 2, 3),
+        "VECTOR": (8, 16),
         "programs_per_sm": (1, 2, 3),
         "min_keys": (64, 128, 256),
     },
     "cache_write": {"BLOCK_H": (1, 2, 4, 8, 16), "num_warps": (1, 2, 4, 8)},
 }
 SPLIT_ONLY = ("programs_per_sm", "min_keys")
-CONVERTED_ONLY = ("CONVERT",)
+CONVERTED_ONLY = ("CONVERT", "VECTOR")
 """Settings of classes whose fp8 tiles are multiplied at 16 bits."""
 GIVE_UP_AT = 1.5
 """A candidate this much slower than the best so far at one shape is not tried at the others."""
@@ -1013,7 +1014,7 @@ def candidates(shape_class: ShapeClass, current: Settings) -> list[Settings]:
         key: values
         for key, values in GRIDS[shape_class.kernel].items()
         if (key not in SPLIT_ONLY or shape_class.name.endswith("-split"))
-        and (key not in CONVERTED_ONLY or shape_class.name.startswith(("fp8-", "ds_mla-")))
+        and (key not in CONVERTED_ONLY or shape_class.name.startswith(("fp8-", "fp8_nope-", "ds_mla-")))
     }
     current = {key: current[key] for key in grid}
     every = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]

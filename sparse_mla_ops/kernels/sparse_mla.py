@@ -29,8 +29,10 @@ from sparse_mla_ops.kernels.common import (
 # Numbers that change with the step: their divisibility would only make more variants of one kernel.
 UNSPECIALIZED = ("num_heads", "num_keys", "num_indices", "num_slots", "block_size", "keys_per_split", "num_splits")
 
-# Weights times the scales of 656-byte rows (2^-8 for latents near 1) are kept in the middle of fp16's range.
+# Factors that keep what the scales of 656-byte rows (2^-8 for latents near 1) are multiplied into in the middle of
+# fp16's range: weights, or the latents themselves, which are finite up to 4094 then.
 WEIGHT_GAIN = tl.constexpr(256.0)
+LATENT_GAIN = tl.constexpr(16.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -133,6 +135,12 @@ def _load_query_groups(
 
 
 @triton.jit
+def _load_slots(row_indices, entry, last, stride):
+    """The slots of a row's keys; past the last any. Without a mask: a load with one takes more instructions."""
+    return tl.load(row_indices + tl.minimum(entry, last - 1) * stride)
+
+
+@triton.jit
 def _locate(slot, listed, cache, num_slots, block_size, stride_block, stride_row, DENSE_CACHE: tl.constexpr):
     """(pointers to the rows of a block of keys, which of them are there). What is not there may point anywhere."""
     valid = is_slot(slot, num_slots) & listed
@@ -146,36 +154,43 @@ def _locate(slot, listed, cache, num_slots, block_size, stride_block, stride_row
 
 
 @triton.jit
-def _load_latent(row, valid, L: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr):
-    """The latents of a block of keys as GROUPS tiles [BLOCK_N, BLOCK_G], as stored."""
-    tiles = ()
-    for g in tl.static_range(GROUPS):
-        column = g * BLOCK_G + tl.arange(0, BLOCK_G)
-        tile = tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < L)[None, :], other=0.0)
-        tiles = tiles + (tile,)
-    return tiles
+def _load_rows(
+    row,
+    valid,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    VECTOR: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+):
+    """(latent, rope, scales) of a block of keys as stored, each a tuple.
 
-
-@triton.jit
-def _load_rope(row, valid, L: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr):
-    """The rope parts of a block of keys [BLOCK_N, BLOCK_R], as stored."""
-    column = tl.arange(0, BLOCK_R)
-    if KV_FORMAT == DS_MLA:
-        row = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
-    else:
-        row = row + L
-    return tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < R)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_scales(row, valid, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr, KV_FORMAT: tl.constexpr):
-    """The scales of 656-byte rows for each latent tile, 1 for a hole; nothing for other rows."""
+    latent: GROUPS tiles [BLOCK_N, BLOCK_G]. rope: a tile [BLOCK_N, BLOCK_R], none if R is 0. scales: those of 656-byte
+    rows, a vector for each latent tile, 1 for a hole; none for other rows.
+    """
+    latent = ()
+    rope = ()
     scales = ()
+    column = tl.arange(0, BLOCK_G)
+    if VECTOR < 16:
+        column = tl.max_contiguous(column, VECTOR)
+    for g in tl.static_range(GROUPS):
+        wanted = valid[:, None] & (g * BLOCK_G + column < L)[None, :]
+        latent = latent + (tl.load(row[:, None] + (g * BLOCK_G + column)[None, :], mask=wanted, other=0.0),)
     if KV_FORMAT == DS_MLA:
         first = (row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32))
         for g in tl.static_range(GROUPS):
             scales = scales + (tl.load(first + g * BLOCK_G // DS_MLA_GROUP, mask=valid, other=1.0),)
-    return scales
+    if R > 0:
+        column = tl.arange(0, BLOCK_R)
+        if KV_FORMAT == DS_MLA:
+            row = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+        else:
+            row = row + L
+        rope = (tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < R)[None, :], other=0.0),)
+    return latent, rope, scales
 
 
 @triton.jit
@@ -183,18 +198,34 @@ def _convert(tile, unit, dtype: tl.constexpr):
     """fp8 → 16 bits, once for good.
 
     `unit` is 1, but the compiler does not know: of a bare conversion it makes one per product, of bytes that it has
-    first brought into the layout of that product's operand.
+    first brought into the layout of that product's operand. None: it may.
     """
-    return tile.to(dtype) * (unit + tl.zeros([1, 1], tl.float32)).to(dtype)
+    if unit is None:
+        return tile.to(dtype)
+    else:
+        return tile.to(dtype) * (unit + tl.zeros([1, 1], tl.float32)).to(dtype)
 
 
 @triton.jit
-def _cast_tiles(tiles, dtype: tl.constexpr, GROUPS: tl.constexpr):
-    """fp8 → 16 bits, exactly."""
-    cast_tiles = ()
+def _convert_tiles(tiles, scales, unit, dtype: tl.constexpr, KV_FORMAT: tl.constexpr, GROUPS: tl.constexpr):
+    """fp8 tiles as 16-bit operands of both products; those of 656-byte rows with their scales, times LATENT_GAIN."""
+    converted = ()
     for g in tl.static_range(GROUPS):
-        cast_tiles = cast_tiles + (tiles[g].to(dtype),)
-    return cast_tiles
+        if KV_FORMAT == DS_MLA:
+            tile = tiles[g].to(dtype) * (scales[g] * LATENT_GAIN).to(dtype)[:, None]
+        else:
+            tile = _convert(tiles[g], unit, dtype)
+        converted = converted + (tile,)
+    return converted
+
+
+@triton.jit
+def _zero_tiles(rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, GROUPS: tl.constexpr):
+    """GROUPS tiles of zeros, each rows × columns."""
+    tiles = ()
+    for _ in tl.static_range(GROUPS):
+        tiles = tiles + (tl.zeros([rows, columns], dtype),)
+    return tiles
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -235,6 +266,7 @@ def sparse_mla_kernel(
     BLOCK_G: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    VECTOR: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     DOT_TYPE: tl.constexpr,
     ROPE_TYPE: tl.constexpr,
@@ -245,6 +277,7 @@ def sparse_mla_kernel(
     KEYS_IN_ROWS: tl.constexpr,
     SPLIT_SUM: tl.constexpr,
     CONVERT: tl.constexpr,
+    SLOTS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -261,9 +294,12 @@ def sparse_mla_kernel(
     DENSE_CACHE: slots at one pitch.
     KEYS_IN_ROWS: keys in rows of the score tile, columns of the latent in rows of the accumulators.
     SPLIT_SUM: sum each group's scores on its own: a short chain of small matrix instructions each, instead of one long.
+    VECTOR: latent values that a thread loads at once, at most 16 bytes of them. With 8 of fp8, stores of the converted
+    ones (16 bytes) use all banks of shared memory at once; with 16 they use every other one.
     CONVERT: where fp8 tiles are multiplied at 16 bits, 3 loads them one step ahead into registers, and converts them
-    once, after the step before theirs; 2 converts them once, scales of 656-byte rows included; 1 converts them once for
-    the second product; 0 leaves it to each product. Except with 2, those scales go into scores and weights.
+    once, after the step before theirs; 2 converts them once; 1 converts them once for the second product; 0 leaves it
+    to each product. Scales of 656-byte rows go into what is converted with 2 and 3, else into scores and weights.
+    SLOTS_FIRST: load the next slots before the rows of this step, not after them.
     PDL: see `launch_early`.
     """
     if PDL:
@@ -274,7 +310,8 @@ def sparse_mla_kernel(
     split = tl.program_id(1)
     head = (pid % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = head < num_heads
-    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT != 2
+    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT < 2
+    SCALE_NOW: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT >= 2
     KEY_AXIS: tl.constexpr = 0 if KEYS_IN_ROWS else 1
     rope = tl.arange(0, BLOCK_R)
     key = tl.arange(0, BLOCK_N)
@@ -323,72 +360,66 @@ def sparse_mla_kernel(
     if R > 0:
         # The keys of 656-byte rows are bf16 here, in the model's own range; the divisor is a power of two then.
         rope_fp8_max: tl.constexpr = 0.0 if KV_FORMAT == DS_MLA else Q_FP8_MAX
+        if SCALE_NOW:
+            q_rope = q_rope.to(tl.float32) * LATENT_GAIN
         q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, stored, rope_fp8_max, EMULATED)
         if KEYS_IN_ROWS:
             q_rope = tl.trans(q_rope)
-    value_scale = 1.0
-    if kv_scale is not None:
+    if SCALE_NOW:
+        value_scale = 1.0 / LATENT_GAIN
+    elif kv_scale is not None:
         value_scale = tl.load(kv_scale)
-        score_scale *= value_scale
+    else:
+        value_scale = 1.0
+    score_scale *= value_scale
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     zero = tl.zeros([BLOCK_N, BLOCK_H] if KEYS_IN_ROWS else [BLOCK_H, BLOCK_N], tl.float32)
     # With keys in rows their sum goes across warps: it is taken after the loop.
     total = zero if KEYS_IN_ROWS else tl.zeros([BLOCK_H], tl.float32)
-    acc = ()
-    for _ in tl.static_range(GROUPS):
-        acc = acc + (tl.zeros([BLOCK_G, BLOCK_H] if KEYS_IN_ROWS else [BLOCK_H, BLOCK_G], tl.float32),)
+    acc = _zero_tiles(
+        BLOCK_G if KEYS_IN_ROWS else BLOCK_H, BLOCK_H if KEYS_IN_ROWS else BLOCK_G, tl.float32, GROUPS
+    )
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, count)
     first = tl.maximum(first, skipped)
     # Slots are loaded one step ahead, so that a gather need not wait for them.
     slot = tl.load(row_indices + (first + key) * index_stride_k, mask=first + key < last, other=-1)
+    AHEAD: tl.constexpr = BLOCK_N if CONVERT == 3 else 0
     if CONVERT == 3:
-        row, valid = _locate(
+        row, next_valid = _locate(
             slot, first + key < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
         )
-        next_kv = _cast_tiles(_load_latent(row, valid, L, BLOCK_G, GROUPS), DOT_TYPE, GROUPS)
-        next_scales = _load_scales(row, valid, BLOCK_G, GROUPS, KV_FORMAT)
+        latent, rope_part, scales = _load_rows(row, next_valid, L, R, BLOCK_G, GROUPS, BLOCK_R, VECTOR, KV_FORMAT)
+        next_kv = _convert_tiles(latent, scales, None, DOT_TYPE, KV_FORMAT, GROUPS)
         if R > 0:
-            next_rope = _load_rope(row, valid, L, R, BLOCK_R, KV_FORMAT).to(ROPE_TYPE)
-        next_valid = valid
+            next_rope = rope_part[0].to(ROPE_TYPE)
         entry = first + BLOCK_N + key
         slot = tl.load(row_indices + entry * index_stride_k, mask=entry < last, other=-1)
     for start in range(first, last, BLOCK_N):
+        entry = start + AHEAD + key
+        row, loaded = _locate(
+            slot, entry < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
+        )
+        if SLOTS_FIRST:
+            slot = _load_slots(row_indices, entry + BLOCK_N, last, index_stride_k)
+        latent, rope_part, scales = _load_rows(row, loaded, L, R, BLOCK_G, GROUPS, BLOCK_R, VECTOR, KV_FORMAT)
+        if not SLOTS_FIRST:
+            slot = _load_slots(row_indices, entry + BLOCK_N, last, index_stride_k)
         if CONVERT == 3:
             # Tiles that the loop carries go to shared memory as they are, once, for both products.
             kv = next_kv
-            scales = next_scales
             valid = next_valid
+            next_valid = loaded
             if R > 0:
                 k_rope = next_rope
-            entry = start + BLOCK_N + key
-            row, next_valid = _locate(
-                slot, entry < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
-            )
-            stored_kv = _load_latent(row, next_valid, L, BLOCK_G, GROUPS)
-            next_scales = _load_scales(row, next_valid, BLOCK_G, GROUPS, KV_FORMAT)
-            if R > 0:
-                stored_rope = _load_rope(row, next_valid, L, R, BLOCK_R, KV_FORMAT)
-            slot = tl.load(row_indices + tl.minimum(entry + BLOCK_N, last - 1) * index_stride_k)
         else:
-            entry = start + key
-            row, valid = _locate(
-                slot, entry < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
-            )
-            slot = tl.load(row_indices + tl.minimum(entry + BLOCK_N, last - 1) * index_stride_k)
-            kv = _load_latent(row, valid, L, BLOCK_G, GROUPS)
-            scales = _load_scales(row, valid, BLOCK_G, GROUPS, KV_FORMAT)
+            kv = latent
+            valid = loaded
             if CONVERT == 2:
-                converted = ()
-                for g in tl.static_range(GROUPS):
-                    if KV_FORMAT == DS_MLA:
-                        converted = converted + (kv[g].to(DOT_TYPE) * scales[g].to(DOT_TYPE)[:, None],)
-                    else:
-                        converted = converted + (_convert(kv[g], unit, DOT_TYPE),)
-                kv = converted
+                kv = _convert_tiles(latent, scales, unit, DOT_TYPE, KV_FORMAT, GROUPS)
             if R > 0:
-                k_rope = _load_rope(row, valid, L, R, BLOCK_R, KV_FORMAT).to(ROPE_TYPE)
+                k_rope = rope_part[0].to(ROPE_TYPE)
 
         scores = zero
         for g in tl.static_range(GROUPS):
@@ -427,9 +458,16 @@ def sparse_mla_kernel(
             new_acc = new_acc + (_weights_times_values(weights, values, scaled_acc, KEYS_IN_ROWS, EMULATED),)
         acc = new_acc
         if CONVERT == 3:
-            next_kv = _cast_tiles(stored_kv, DOT_TYPE, GROUPS)
-            if R > 0:
-                next_rope = stored_rope.to(ROPE_TYPE)
+            # In a branch, or the compiler converts before the second product, where the loads have not arrived, and
+            # keeps the converted tiles in twice the registers.
+            if start + BLOCK_N < last:
+                next_kv = _convert_tiles(latent, scales, None, DOT_TYPE, KV_FORMAT, GROUPS)
+                if R > 0:
+                    next_rope = rope_part[0].to(ROPE_TYPE)
+            else:
+                next_kv = _zero_tiles(BLOCK_N, BLOCK_G, DOT_TYPE, GROUPS)
+                if R > 0:
+                    next_rope = tl.zeros([BLOCK_N, BLOCK_R], ROPE_TYPE)
 
     if KEYS_IN_ROWS:
         total = tl.sum(total, 0)
