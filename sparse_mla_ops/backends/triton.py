@@ -621,9 +621,9 @@ def sparse_mla_fwd(
     if dots.latent in formats.FP8_MAX:
         convert = min(convert, 1)  # the first product takes the keys as they are
     block_keys = settings["BLOCK_N"]
-    # Warp-group instructions, 64 keys a group, for heads whose accumulators leave registers for it. One group alone must
-    # have no rope part: that shares an address with the softmax weights then, and ptxas 12.8 (not 12.9) puts a wrong
-    # register into the upper half of a matrix descriptor of the weights.
+    # Warp-group instructions, 64 keys a group, for heads whose accumulators leave registers for it. One group alone
+    # must have no rope part: that shares an address with the softmax weights then, and ptxas 12.8 (not 12.9) puts a
+    # wrong register into the upper half of a matrix descriptor of the weights.
     one_group = block_keys < 128 or settings["num_warps"] < 8
     keys_in_rows = convert == 3 and block_heads <= 32 and block_keys >= 64 and not (one_group and rope > 0)
     _launch(

@@ -377,9 +377,7 @@ def sparse_mla_kernel(
     zero = tl.zeros([BLOCK_N, BLOCK_H] if KEYS_IN_ROWS else [BLOCK_H, BLOCK_N], tl.float32)
     # With keys in rows their sum goes across warps: it is taken after the loop.
     total = zero if KEYS_IN_ROWS else tl.zeros([BLOCK_H], tl.float32)
-    acc = _zero_tiles(
-        BLOCK_G if KEYS_IN_ROWS else BLOCK_H, BLOCK_H if KEYS_IN_ROWS else BLOCK_G, tl.float32, GROUPS
-    )
+    acc = _zero_tiles(BLOCK_G if KEYS_IN_ROWS else BLOCK_H, BLOCK_H if KEYS_IN_ROWS else BLOCK_G, tl.float32, GROUPS)
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, count)
     first = tl.maximum(first, skipped)
