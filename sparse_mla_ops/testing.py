@@ -553,6 +553,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "rows656-slab-fp8dots": {**RELEASED_MLA, "cache": "rows656-e4m3fn", "slab": True, "dot_precision": "fp8"},
         "rows656-fnuz-r0": {"rank": 512, "rope_dim": 0, "cache": "rows656-e4m3fnuz"},
         "bf16-released": {**RELEASED_MLA, "top_k": 64, "return_lse": True},
+        "e4m3fn-released-r0": {"heads": 16, "rank": 512, "rope_dim": 0, "cache": "e4m3fn", "top_k": 64},
     },
     "indexer_k_quant_and_cache": {
         "bf16": {},
