@@ -272,18 +272,19 @@ def test_tuned_json_is_kept_in_the_form_in_which_it_is_written():
 
 
 SPLIT = ShapeClass("sm90", "sparse_mla_fwd", "16bit-h16-split")
-CURRENT = {"BLOCK_N": 64, "BLOCK_G": 128, "num_warps": 4, "num_stages": 2, "programs_per_sm": 1, "min_keys": 64}
+CURRENT = {"BLOCK_N": 64, "BLOCK_G": 128, "SLOTS_FIRST": 0, "num_warps": 4, "num_stages": 2}
+CURRENT |= {"programs_per_sm": 1, "min_keys": 64}
 
 
 def test_candidates_are_the_whole_grid_nearest_first():
     every = bench.candidates(SPLIT, CURRENT)
     assert every[0] == CURRENT
-    assert len(every) == len({tuple(c.items()) for c in every}) == 4 * 4 * 2 * 3 * 3 * 3
+    assert len(every) == len({tuple(c.items()) for c in every}) == 4 * 4 * 2 * 3 * 3 * 3 * 2
     changes = [sum(c[key] != CURRENT[key] for key in c) for c in every]
     assert changes == sorted(changes)
     whole = bench.candidates(SPLIT._replace(name="16bit-h16-whole"), CURRENT)
-    assert len(whole) == 4 * 4 * 2 * 3
-    assert set(whole[0]) == {"BLOCK_N", "BLOCK_G", "num_warps", "num_stages"}
+    assert len(whole) == 4 * 4 * 2 * 3 * 2
+    assert set(whole[0]) == {"BLOCK_N", "BLOCK_G", "SLOTS_FIRST", "num_warps", "num_stages"}
     for converted in ("fp8-h16-whole", "fp8_nope-h16-whole", "ds_mla-h16-whole"):
         fp8 = bench.candidates(SPLIT._replace(name=converted), {**CURRENT, "CONVERT": 3, "VECTOR": 8})
         assert len(fp8) == 4 * 2 * len(whole)
@@ -358,16 +359,16 @@ def test_search_finds_the_fastest_settings_that_are_right(tuner: FakeTuner):
     best = tuner.search(1e9, said.append)
     assert (best["BLOCK_N"], best["num_warps"]) == (32, 8)
     assert best["num_stages"] != 1
-    assert "tried 864 of 864 candidates" in said[0]
-    # 216 with BLOCK_N = 128, and 108 that are wrong, of which those with BLOCK_N = 16 may be given up as slow before.
-    assert re.search(r"\((288|324) could not run", said[0])
+    assert "tried 1728 of 1728 candidates" in said[0]
+    # 432 with BLOCK_N = 128, and 216 that are wrong, of which those with BLOCK_N = 16 may be given up as slow before.
+    assert re.search(r"\((576|648) could not run", said[0])
     assert any("7.20 µs" in line and "10.00 µs" in line for line in said)
 
 
 def test_search_out_of_time_has_tried_the_current_settings(tuner: FakeTuner):
     said: list[str] = []
     assert tuner.search(0.0, said.append) == CURRENT
-    assert "tried 1 of 864" in said[0]
+    assert "tried 1 of 1728" in said[0]
 
 
 def test_found_settings_are_written_class_by_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -196,7 +196,7 @@ def test_settings_are_valid(listed: list[dict[str, Any]]) -> None:
                 assert set(settings) <= set(tuned.DEFAULTS[op]), where
                 for key, value in settings.items():
                     assert type(value) is int, where
-                    assert value >= (key != "CONVERT"), where  # CONVERT is a choice, the others are sizes
+                    assert value >= (key not in ("CONVERT", "SLOTS_FIRST")), where  # choices; the others are sizes
                     if key.startswith("BLOCK_") or key == "num_warps":
                         assert value & (value - 1) == 0, f"{where}: {key} is no power of two"
 

@@ -992,6 +992,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "num_stages": (1, 2, 3),
         "CONVERT": (0, 1, 2, 3),
         "VECTOR": (8, 16),
+        "SLOTS_FIRST": (0, 1),
         "programs_per_sm": (1, 2, 3),
         "min_keys": (64, 128, 256),
     },

@@ -25,14 +25,16 @@ class ShapeClass(NamedTuple):
 DEFAULTS: dict[str, dict[str, Any]] = {
     # BLOCK_H heads per program.
     "cache_write": {"BLOCK_H": 4, "num_warps": 4},
-    # BLOCK_N keys per step of the loop, BLOCK_G latent columns per tile (at most 128 for 656-byte rows), CONVERT how
-    # fp8 tiles are converted and VECTOR how many latent values a thread loads at once (see the kernel). A call that is
-    # split aims at programs_per_sm programs on each multiprocessor, and gives no split fewer than min_keys keys.
+    # BLOCK_N keys per step of the loop, BLOCK_G latent columns per tile (at most 128 for 656-byte rows); CONVERT, how
+    # fp8 tiles are converted, VECTOR, how many latent values a thread loads at once, and SLOTS_FIRST, 0 or 1: see the
+    # kernel. A call that is split aims at programs_per_sm programs on each multiprocessor, and gives no split fewer
+    # than min_keys keys.
     "sparse_mla_fwd": {
         "BLOCK_N": 16,
         "BLOCK_G": 128,
         "CONVERT": 2,
         "VECTOR": 16,
+        "SLOTS_FIRST": 0,
         "num_warps": 4,
         "num_stages": 1,
         "programs_per_sm": 1,
