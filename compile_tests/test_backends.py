@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_mla_ops import formats, registry, testing, tuned
+from sparse_mla_ops import formats, ops, registry, testing, tuned
 from sparse_mla_ops.ops._register import forget_plans
 from sparse_mla_ops.testing import CASES, LAYOUTS, OpCase
 
@@ -210,10 +210,10 @@ def test_scales_of_656_byte_rows_may_be_small_and_large(
     case = OpCase("sparse_mla_fwd", "rows656")
     arguments = case.arguments(tokens=3, device=DEVICE)
     factor = 1.37 * (2.0**-14 if kind == "small" else 2.0**8)
-    scales = arguments["kv_cache"].flatten(0, 1)[:, 512:528]
+    scales = arguments["kv_cache"].flatten(0, 1)[:, formats.DS_MLA_SCALES_AT : formats.DS_MLA_ROPE_AT]
     scales.copy_((scales.contiguous().view(torch.float32) * factor).view(torch.uint8))
     # The query's latent part shrinks where the cache's grows, so that the scores stay what they are.
-    arguments["q"][..., :512] /= factor
+    arguments["q"][..., : formats.DS_MLA_LATENT] /= factor
     check_attention(case, "triton", arguments)
 
 
@@ -237,16 +237,10 @@ def test_keys_stand_in_rows_only_where_that_was_found_safe(
     """One warp group with a rope part gave wrong results on an H200 (a wrong matrix descriptor by ptxas 12.8)."""
     triton_backend = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
     set_settings(CONVERT=3, BLOCK_N=block_keys, num_warps=num_warps)
-    arguments = {
-        "q": torch.empty(4, heads, 512 + rope, dtype=torch.bfloat16, device="meta"),
-        "kv_cache": torch.empty(8, 64, 512 + rope, dtype=torch.float8_e4m3fn, device="meta"),
-        "indices": torch.empty(4, 512, dtype=torch.int32, device="meta"),
-    }
-    optional = {"kv_lora_rank": 512, **dict.fromkeys(("indptr", "max_topk", "topk_length", "q_scale"))}
-    optional["kv_scale"] = torch.empty(1, device="meta")
-    rest = {"attn_sink": None, "dot_precision": None, "phase": "decode", "return_lse": False, "fp8_dtype": None}
-    out, lse = arguments["q"].new_empty(4, heads, 512), arguments["q"].new_empty(0, dtype=torch.float32)
+    q = torch.empty(4, heads, 512 + rope, dtype=torch.bfloat16)
+    cache = torch.empty(8, 64, 512 + rope, dtype=torch.float8_e4m3fn)
+    indices, scale = torch.empty(4, 512, dtype=torch.int32), torch.empty(1)
     device = triton_backend.Device("sm90", 132)
     with triton_backend.pretend_device(device), triton_backend.record_launches() as launches:
-        triton_backend.sparse_mla_fwd(out, lse, *arguments.values(), 0.1, *optional.values(), *rest.values())
+        ops.sparse_mla_fwd(q, cache, indices, 0.1, 512, kv_scale=scale, phase="decode", backend="triton")
     assert launches[0].arguments["KEYS_IN_ROWS"] is expected

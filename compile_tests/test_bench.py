@@ -272,8 +272,15 @@ def test_tuned_json_is_kept_in_the_form_in_which_it_is_written():
 
 
 SPLIT = ShapeClass("sm90", "sparse_mla_fwd", "16bit-h16-split")
-CURRENT = {"BLOCK_N": 64, "BLOCK_G": 128, "SLOTS_FIRST": 0, "num_warps": 4, "num_stages": 2}
-CURRENT |= {"programs_per_sm": 1, "min_keys": 64}
+CURRENT = {
+    "BLOCK_N": 64,
+    "BLOCK_G": 128,
+    "SLOTS_FIRST": 0,
+    "num_warps": 4,
+    "num_stages": 2,
+    "programs_per_sm": 1,
+    "min_keys": 64,
+}
 
 
 def test_candidates_are_the_whole_grid_nearest_first():

@@ -533,11 +533,12 @@ def _dots(q: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_n
     if not layout.quantized:
         dtype = layout.dtype if layout.dtype == q.dtype else torch.float32
         return _Dots("fp32" if dtype == torch.float32 else "16bit", dtype, dtype, False, 0.0, False)
-    # On Hopper one warp group may do where there is no rope part (see `sparse_mla_fwd`).
-    fp8 = "fp8_nope" if arch_name == "sm90" and layout.rope_dim == 0 else "fp8"
+    block_heads = _block_heads(q.shape[1], "fp8")
+    # On Hopper one warp group may do for 16 heads where there is no rope part (see `sparse_mla_fwd`).
+    fp8 = "fp8_nope" if arch_name == "sm90" and block_heads == 16 and layout.rope_dim == 0 else "fp8"
     if dot_precision == "fp8" or (dot_precision is None and q.dtype in formats.FP8_MAX):
         normalize, fp8_max = q.dtype not in formats.FP8_MAX, formats.FP8_MAX[layout.dtype]
-        if arch_name == "sm90" and _block_heads(q.shape[1], "fp8") < 64:
+        if arch_name == "sm90" and block_heads < 64:
             # Hopper's small matrix instructions have no fp8. The query is rounded to it, and the same products taken in
             # fp16: they are exact there.
             return _Dots(fp8, torch.float16, torch.float16, normalize, fp8_max, False)
