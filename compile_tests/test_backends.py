@@ -218,29 +218,30 @@ def test_scales_of_656_byte_rows_may_be_small_and_large(
 
 
 @pytest.mark.parametrize(
-    ("heads", "rope", "block_keys", "num_warps", "expected"),
-    [
-        (16, 64, 128, 8, True),
-        (5, 64, 128, 8, True),
-        (32, 64, 128, 8, True),
-        (33, 64, 128, 8, False),
-        (16, 64, 64, 4, False),
-        (16, 64, 64, 8, False),
-        (16, 64, 128, 4, False),
-        (16, 0, 64, 4, True),
-        (16, 0, 32, 4, False),
-    ],
+    ("latent", "block_pitch", "offset", "name"),
+    [(512, 64, 0, "fp8"), (48, 3, 0, "fp8"), (40, 64, 0, "fp8_unaligned"), (512, 64, 8, "fp8_unaligned")],
 )
-def test_keys_stand_in_rows_only_where_that_was_found_safe(
-    heads: int, rope: int, block_keys: int, num_warps: int, expected: bool, set_settings: Callable[..., None]
+def test_fp8_values_are_taken_in_pairs_only_from_aligned_rows(
+    latent: int, block_pitch: int, offset: int, name: str
 ) -> None:
-    """One warp group with a rope part gave wrong results on an H200 (a wrong matrix descriptor by ptxas 12.8)."""
+    """On an H200: rows of a pool that starts, or whose latents end, within 16 bytes have settings of their own."""
     triton_backend = pytest.importorskip("sparse_mla_ops.backends.triton", reason="triton is not installed")
-    set_settings(CONVERT=3, BLOCK_N=block_keys, num_warps=num_warps)
-    q = torch.empty(4, heads, 512 + rope, dtype=torch.bfloat16)
-    cache = torch.empty(8, 64, 512 + rope, dtype=torch.float8_e4m3fn)
-    indices, scale = torch.empty(4, 512, dtype=torch.int32), torch.empty(1)
+    width = latent + 64 if latent % 16 == 0 else latent + 8
+    pool = torch.empty(8 * block_pitch * width + offset, dtype=torch.uint8)[offset:]
+    cache = pool.view(8, block_pitch, width)[:, :3]
+    q, indices = torch.empty(4, 16, width, dtype=torch.bfloat16), torch.empty(4, 512, dtype=torch.int32)
     device = triton_backend.Device("sm90", 132)
-    with triton_backend.pretend_device(device), triton_backend.record_launches() as launches:
-        ops.sparse_mla_fwd(q, cache, indices, 0.1, 512, kv_scale=scale, phase="decode", backend="triton")
-    assert launches[0].arguments["KEYS_IN_ROWS"] is expected
+    with triton_backend.pretend_device(device), triton_backend.record_launches() as launches, tuned.watch() as asked:
+        ops.sparse_mla_fwd(
+            q,
+            cache,
+            indices,
+            0.1,
+            latent,
+            kv_scale=torch.empty(1),
+            phase="decode",
+            backend="triton",
+            fp8_dtype=torch.float8_e4m3fn,
+        )
+    assert asked[0].name == f"{name}-h16-few"
+    assert (launches[0].arguments["CONVERT"] == 3) == (name == "fp8")

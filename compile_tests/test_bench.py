@@ -289,14 +289,21 @@ def test_candidates_are_the_whole_grid_nearest_first():
     assert len(every) == len({tuple(c.items()) for c in every}) == 4 * 4 * 2 * 3 * 3 * 3 * 2
     changes = [sum(c[key] != CURRENT[key] for key in c) for c in every]
     assert changes == sorted(changes)
+    assert bench.candidates(SPLIT._replace(name="16bit-h16-few"), CURRENT) == every
     whole = bench.candidates(SPLIT._replace(name="16bit-h16-whole"), CURRENT)
     assert len(whole) == 4 * 4 * 2 * 3 * 2
     assert set(whole[0]) == {"BLOCK_N", "BLOCK_G", "SLOTS_FIRST", "num_warps", "num_stages"}
-    for converted in ("fp8-h16-whole", "fp8_nope-h16-whole", "ds_mla-h16-whole"):
+    for converted in ("fp8-h16-whole", "fp8_unaligned-h16-whole", "ds_mla-h16-whole"):
         fp8 = bench.candidates(SPLIT._replace(name=converted), {**CURRENT, "CONVERT": 3, "VECTOR": 8})
         assert len(fp8) == 4 * 2 * len(whole)
         assert fp8[0]["CONVERT"] == 3
         assert fp8[0]["VECTOR"] == 8
+
+
+def test_few_rows_take_the_settings_of_a_split_call_where_they_have_none():
+    few = SPLIT._replace(arch="gfx942", name="16bit-h16-few")
+    assert tuned.settings(*few) == tuned.settings(*few._replace(name="16bit-h16-split"))
+    assert tuned.settings(*SPLIT) != tuned.settings(*SPLIT._replace(name="16bit-h16-few"))
 
 
 def test_settings_hold_within_the_block_only():
@@ -324,8 +331,11 @@ def test_known_calls_are_not_repeated_with_settings_of_another_block(monkeypatch
 @pytest.mark.parametrize(
     ("shape", "kernel", "name"),
     [
-        (AttentionShape("decode", 16, 16, 512, "bf16", keys=2048, pool=128), "sparse_mla_fwd", "16bit-h16-split"),
-        (AttentionShape("decode", 2, 64, 576, "fp8_ds_mla", pool=128), "sparse_mla_fwd", "ds_mla-h64-split"),
+        (AttentionShape("decode", 16, 16, 512, "bf16", pool=128), "sparse_mla_fwd", "16bit-h16-few"),
+        (AttentionShape("decode", 17, 16, 512, "bf16", pool=128), "sparse_mla_fwd", "16bit-h16-split"),
+        (AttentionShape("decode", 2, 128, 576, "fp8", "bf16", pool=128), "sparse_mla_fwd", "fp8-h16-few"),
+        (AttentionShape("decode", 131, 64, 576, "fp8_ds_mla", pool=128), "sparse_mla_fwd", "ds_mla-h64-split"),
+        (AttentionShape("prefill", 132, 32, 576, "bf16", pool=128), "sparse_mla_fwd", "16bit-h32-whole"),
         (WriteShape("bf16", 1, 16, pool=128), "cache_write", "few-rows"),
     ],
 )
@@ -393,5 +403,5 @@ def test_found_settings_are_written_class_by_class(monkeypatch: pytest.MonkeyPat
     assert path.read_text() == before_tuning
     assert bench.tune(shapes, "16bit-h16", 1.0, CPU, path) == 0
     after = json.loads(path.read_text())
-    table["sm90"]["sparse_mla_fwd"]["16bit-h16-split"]["num_warps"] = 16
+    table["sm90"]["sparse_mla_fwd"]["16bit-h16-split"] |= {"num_warps": 16, "SLOTS_FIRST": 0}  # found, and as it is
     assert after == table

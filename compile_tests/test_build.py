@@ -120,18 +120,30 @@ def test_kernels_fit_shared_memory(built: list[dict[str, Any]], name: str) -> No
     assert not too_large, said(too_large)
 
 
-SPILLING_ON_SM90 = ("bf16-h32-*", "bf16-h64-*", "e4m3fn-*dot16-*", "e4m3fn-*dot8-*", "rows656-*")
-"""Where the fastest settings measured on an H200 spill; 0 to 192 bytes with triton 3.6, which measured them."""
+MOST_SPILLED_ON_SM90 = {"e4m3fn-*": 64, "rows656-*-h64-*": 500, "rows656-*": 128, "bf16-h64-*": 320, "bf16-h32-*": 128}
+"""Bytes, where the fastest settings measured on an H200 spill; at most 40 with triton 3.6, which measured them."""
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm90"])
 def test_kernels_do_not_spill(built: list[dict[str, Any]], name: str) -> None:
     def most_bytes(call: str) -> int:
-        known = name == "sm90" and any(fnmatch.fnmatch(call, pattern) for pattern in SPILLING_ON_SM90)
-        return 600 if known else 0  # a bound, so that they do not grow unseen
+        bounds = MOST_SPILLED_ON_SM90.items() if name == "sm90" else ()
+        return next((most for pattern, most in bounds if fnmatch.fnmatch(call, pattern)), 0)
 
     spilling = [one for one in of(built, name) if (one["resources"]["spill_bytes"] or 0) > most_bytes(one["name"])]
     assert not spilling, said(spilling)
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm90"])
+def test_a_query_of_fp8_changes_nothing_about_the_keys(built: list[dict[str, Any]], name: str) -> None:
+    """What the query was, before it is in the type that is multiplied, must not change the layout of the keys: on sm90
+    their copies to shared memory would become loads into registers, which spill."""
+    kernels = {one["name"]: one for one in of(built, name, "sparse_mla_kernel") if "dot8" in one["name"]}
+    with_fp8 = [call for call in kernels if "-q8-" in call]
+    assert len(with_fp8) >= 3  # calls that take the same kernel stand for one another
+    for call in with_fp8:
+        one, other = kernels[call], kernels[call.replace("-q8-", "-")]
+        assert one["shared_bytes"] == other["shared_bytes"], said([one, other])
 
 
 @pytest.mark.parametrize("name", ARCHS)
@@ -159,15 +171,21 @@ def test_fp8_dots_have_the_encoding_of_the_architecture(built: list[dict[str, An
         assert types == {FP8_TYPE[name]}, said([one]) + f"\n{types}"
 
 
-@pytest.mark.parametrize("name", ["sm89", "sm90", "sm120"])
+@pytest.mark.parametrize("name", ["sm89", "sm120"])
 def test_fp8_scores_are_of_fp8_operands(built: list[dict[str, Any]], name: str) -> None:
-    """The scores only: values are converted. On sm90 only tiles of 64 heads: smaller ones are multiplied in fp16."""
+    """The scores only: values are converted."""
     kernels = [one for one in of(built, name, "sparse_mla_kernel") if "dot8" in one["name"]]
-    if name == "sm90":
-        kernels = [one for one in kernels if "-h64-" in one["name"]]
     assert kernels
     for one in kernels:
         assert why_not_fp8(one, FP8_TYPE[name]) is None, said([one]) + f"\n{why_not_fp8(one, FP8_TYPE[name])}"
+
+
+def test_fp8_products_are_taken_in_fp16_on_hopper(built: list[dict[str, Any]]) -> None:
+    """Where values are converted anyway and the query was rounded to fp8 before, fp16 products are the same numbers."""
+    kernels = [one for one in of(built, "sm90", "sparse_mla_kernel") if "dot8" in one["name"]]
+    assert len(kernels) >= len(SHAPES)
+    for one in kernels:
+        assert {side for dot in one["dots"] for side in (dot["lhs"], dot["rhs"])} == {"f16"}, said([one])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -50,14 +50,21 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def _settings(key: ShapeClass) -> dict[str, Any]:
-    return {**DEFAULTS[key.kernel], **_table().get(key.arch, {}).get(key.kernel, {}).get(key.name, {})}
+    measured = _table().get(key.arch, {}).get(key.kernel, {})
+    name = key.name
+    if name not in measured:
+        name = name.replace("-few", "-split")
+    return {**DEFAULTS[key.kernel], **measured.get(name, {})}
 
 
 _watched: tuple[list[ShapeClass], Mapping[ShapeClass, Mapping[str, Any]]] | None = None
 
 
 def settings(arch: str, kernel: str, name: str) -> dict[str, Any]:
-    """The settings of a kernel on `arch` for one class of shapes; the defaults where nothing was measured."""
+    """The settings of a kernel on `arch` for one class of shapes; the defaults where nothing was measured.
+
+    A class "…-few" is as "…-split" where it was not measured apart.
+    """
     key = ShapeClass(arch, kernel, name)
     if _watched is None:
         return _settings(key)

@@ -1,8 +1,9 @@
 """Portable Triton: one launch per operator (two for split-K attention), on any GPU that Triton compiles for.
 
 Grids and block sizes follow from tensor shapes, dtypes and the device alone; what may be tuned comes from `tuned.json`.
-fp8 products of up to 32 heads are carried out in fp16 on sm90, exactly: its small matrix instructions have no fp8.
-Latents of 656-byte rows are multiplied in fp16 with a factor of 16: beyond 4094 they overflow.
+fp8 products are carried out in fp16 on sm90, exactly: its small matrix instructions have no fp8.
+Latents of 656-byte rows are multiplied in fp16 with a factor of 16 where tiles are converted whole: beyond 4094 they
+overflow.
 On CPU tensors the kernels run only in Triton's interpreter (TRITON_INTERPRET=1 before the first import), for tests.
 """
 
@@ -529,44 +530,54 @@ class _Dots(NamedTuple):
     pv_fp8: bool
 
 
-def _dots(q: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_name: str) -> _Dots:
+def _dots(q: Tensor, kv_cache: Tensor, layout: formats.KVLayout, dot_precision: str | None, arch_name: str) -> _Dots:
     if not layout.quantized:
         dtype = layout.dtype if layout.dtype == q.dtype else torch.float32
         return _Dots("fp32" if dtype == torch.float32 else "16bit", dtype, dtype, False, 0.0, False)
-    block_heads = _block_heads(q.shape[1], "fp8")
-    # On Hopper one warp group may do for 16 heads where there is no rope part (see `sparse_mla_fwd`).
-    fp8 = "fp8_nope" if arch_name == "sm90" and block_heads == 16 and layout.rope_dim == 0 else "fp8"
+    # Settings may rely on rows that begin, and whose latent ends, at multiples of 16 bytes.
+    aligned = all(n % 16 == 0 for n in (layout.kv_lora_rank, kv_cache.data_ptr(), *kv_cache.stride()[:2]))
+    suffix = "" if aligned else "_unaligned"
     if dot_precision == "fp8" or (dot_precision is None and q.dtype in formats.FP8_MAX):
         normalize, fp8_max = q.dtype not in formats.FP8_MAX, formats.FP8_MAX[layout.dtype]
-        if arch_name == "sm90" and block_heads < 64:
-            # Hopper's small matrix instructions have no fp8. The query is rounded to it, and the same products taken in
-            # fp16: they are exact there.
-            return _Dots(fp8, torch.float16, torch.float16, normalize, fp8_max, False)
+        if arch_name == "sm90":
+            # The query is rounded to fp8, and the same products are taken in fp16, where they are exact: Hopper's small
+            # matrix instructions have no fp8, and its large ones, which need 64 rows, are slower with these gathers.
+            return _Dots("fp8" + suffix, torch.float16, torch.float16, normalize, fp8_max, False)
         # Hopper's matrix units take no V of 8 bits as it is stored, AMD's do.
         return _Dots("fp8dot", layout.dtype, layout.dtype, normalize, fp8_max, arch_name.startswith("gfx"))
     # fp8 → fp16 is exact and one instruction for two values; bf16 and fp32 queries are scaled to fit it.
     normalize = q.dtype in (torch.bfloat16, torch.float32)
     if layout.kind == "fp8_ds_mla":
-        return _Dots("ds_mla", torch.float16, torch.bfloat16, normalize, 0.0, False)
-    return _Dots(fp8, torch.float16, torch.float16, normalize, 0.0, False)
+        return _Dots("ds_mla" + suffix, torch.float16, torch.bfloat16, normalize, 0.0, False)
+    return _Dots("fp8" + suffix, torch.float16, torch.float16, normalize, 0.0, False)
 
 
-def _block_heads(heads: int, dots: str) -> int:
-    """Heads per program. fp32 tiles of more than 16 do not fit everywhere, and are multiplied without matrix units."""
-    return 16 if heads <= 16 or dots == "fp32" else 32 if heads <= 32 else 64
+def _block_heads(heads: int, dots: str, arch_name: str) -> int:
+    """Heads per program.
+
+    fp32: tiles of more than 16 do not fit everywhere, nor use matrix units. fp8 on Hopper: programs of 16 heads that
+    read the same rows, all but the first from L2, are faster than one of more.
+    """
+    if heads <= 16 or dots == "fp32" or (arch_name == "sm90" and dots.startswith("fp8")):
+        return 16
+    return 32 if heads <= 32 else 64
 
 
 def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> tuple[dict[str, Any], int, int]:
     """(settings, splits, keys per split) of a call: a function of T, H, K and the device only.
 
-    A call that fills the device anyway is not split, and has settings of its own.
+    Settings depend on how much of the device the call would fill unsplit: all of it ("whole", which is not split), less
+    ("split"), or an eighth at most ("few").
     """
-    block_heads = _block_heads(heads, dots)
+    block_heads = _block_heads(heads, dots, device.arch)
     programs = rows * triton.cdiv(heads, block_heads)
-    kind = "split" if programs < device.multiprocessors else "whole"
+    if programs * 8 <= device.multiprocessors:
+        kind = "few"
+    else:
+        kind = "split" if programs < device.multiprocessors else "whole"
     settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-{kind}")
     splits = 1
-    if kind == "split":
+    if kind != "whole":
         wanted = settings["programs_per_sm"] * device.multiprocessors // programs
         splits = max(1, min(wanted, keys // settings["min_keys"]))
     block_keys = settings["BLOCK_N"]
@@ -602,7 +613,7 @@ def sparse_mla_fwd(
     device = _device(q)
     layout = formats.kv_cache_layout(kv_cache, kv_lora_rank, rope, fp8_dtype)
     num_blocks, block_size = kv_cache.shape[:2]
-    dots = _dots(q, layout, dot_precision, device.arch)
+    dots = _dots(q, kv_cache, layout, dot_precision, device.arch)
     keys = indices.shape[1] if max_topk is None else max_topk
     settings, splits, keys_per_split = plan_splits(rows, heads, keys, device, dots.name)
     wanted_lse = lse if return_lse else None
@@ -612,21 +623,16 @@ def sparse_mla_fwd(
         target = q.new_empty((rows, heads, splits, pitch), dtype=torch.float32)
     lengths = topk_length if indptr is None else indptr
     sink_stride = 0 if attn_sink is None else attn_sink.stride(0)
-    block_heads = _block_heads(heads, dots.name)
-    least = 32 if dots.latent in formats.FP8_MAX else 16  # the depth of one matrix instruction
+    block_heads = _block_heads(heads, dots.name, device.arch)
+    convert = settings["CONVERT"] if layout.quantized and not dots.pv_fp8 else 0
+    if dots.latent in formats.FP8_MAX:
+        convert = min(convert, 1)  # the first product takes the keys as they are
+    # The depth of one matrix instruction, of which pairs take two.
+    least = 32 if dots.latent in formats.FP8_MAX or convert == 3 else 16
     block_latent = _power_of_two(kv_lora_rank, least=least)
     block_group = min(block_latent, settings["BLOCK_G"])
     if layout.kind == "fp8_ds_mla":
         block_group = min(block_group, DS_MLA_GROUP.value)
-    convert = settings["CONVERT"] if layout.quantized and not dots.pv_fp8 else 0
-    if dots.latent in formats.FP8_MAX:
-        convert = min(convert, 1)  # the first product takes the keys as they are
-    block_keys = settings["BLOCK_N"]
-    # Warp-group instructions, 64 keys a group, for heads whose accumulators leave registers for it. One group alone
-    # must have no rope part: that shares an address with the softmax weights then, and ptxas 12.8 (not 12.9) puts a
-    # wrong register into the upper half of a matrix descriptor of the weights.
-    one_group = block_keys < 128 or settings["num_warps"] < 8
-    keys_in_rows = convert == 3 and block_heads <= 32 and block_keys >= 64 and not (one_group and rope > 0)
     _launch(
         sparse_mla_kernel,
         (rows * triton.cdiv(heads, block_heads), splits),
@@ -661,7 +667,7 @@ def sparse_mla_fwd(
             "R": rope,
             "PITCH": pitch,
             "BLOCK_H": block_heads,
-            "BLOCK_N": block_keys,
+            "BLOCK_N": settings["BLOCK_N"],
             "BLOCK_G": block_group,
             "GROUPS": block_latent // block_group,
             "BLOCK_R": _power_of_two(rope, least=least),
@@ -672,8 +678,7 @@ def sparse_mla_fwd(
             "Q_FP8_MAX": dots.q_fp8_max,
             "PV_FP8": dots.pv_fp8,
             "NORMALIZE_Q": dots.normalize_q,
-            "KEYS_IN_ROWS": keys_in_rows,
-            "SPLIT_SUM": block_heads < 64 and not keys_in_rows,  # warp-group instructions need no such help
+            "SPLIT_SUM": block_heads < 64,  # warp-group instructions need no such help
             "CONVERT": convert,
             "SLOTS_FIRST": bool(settings["SLOTS_FIRST"]),
             "DENSE_CACHE": kv_cache.stride(0) == block_size * kv_cache.stride(1),

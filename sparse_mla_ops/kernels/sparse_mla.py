@@ -1,8 +1,9 @@
 """Sparse MLA: each query row attends to its own selection of cache rows. Prefill and decode, every cache layout.
 
-One tile of the latent serves as keys and as values. In the score tile heads stand in rows and keys in columns, or the
-other way round (KEYS_IN_ROWS): Hopper's warp-group instructions take 64 rows at least, and both operands from shared
-memory, so that with few heads they need the keys in rows.
+One tile of the latent serves as keys and as values, so that one of the two products takes its transpose. Instructions
+of NVIDIA's that read matrix operands from shared memory transpose elements of 16 bits, none of 8. fp8 values may
+therefore be moved in pairs of neighbours, and unpacked in registers, just before they are multiplied, into even and odd
+columns: two parts of a tile, each with columns of the query and an accumulator of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from sparse_mla_ops.kernels.common import (
     AMAX_FLOOR,
     DS_MLA,
     DS_MLA_GROUP,
+    DS_MLA_GROUPS,
     DS_MLA_ROPE_AT,
     DS_MLA_SCALES_AT,
     amax,
@@ -77,35 +79,6 @@ def _weight_operand(p, dtype: tl.constexpr, fp8_max: tl.constexpr, pv_fp8: tl.co
 
 
 @triton.jit
-def _per_head(x, KEYS_IN_ROWS: tl.constexpr):
-    """A vector over heads, to go with a score tile or with an accumulator."""
-    return x[None, :] if KEYS_IN_ROWS else x[:, None]
-
-
-@triton.jit
-def _per_key(x, KEYS_IN_ROWS: tl.constexpr):
-    """A vector over keys, to go with a score tile."""
-    return x[:, None] if KEYS_IN_ROWS else x[None, :]
-
-
-@triton.jit
-def _query_times_keys(q, keys, acc, KEYS_IN_ROWS: tl.constexpr, EMULATED: tl.constexpr):
-    """Scores of keys [BLOCK_N, columns] for a query [BLOCK_H, columns], or its transpose with KEYS_IN_ROWS."""
-    if KEYS_IN_ROWS:
-        return _dot(keys, q, acc, EMULATED)
-    else:
-        return _dot(q, tl.trans(keys), acc, EMULATED)
-
-
-@triton.jit
-def _weights_times_values(weights, values, acc, KEYS_IN_ROWS: tl.constexpr, EMULATED: tl.constexpr):
-    if KEYS_IN_ROWS:
-        return _dot(tl.trans(values), weights, acc, EMULATED)
-    else:
-        return _dot(weights, values, acc, EMULATED)
-
-
-@triton.jit
 def _share_and_lse(m, total, sink):
     """(factor of the weighted values, lse) from the largest score m and the sum of exp(score − m), natural logarithms.
 
@@ -119,6 +92,51 @@ def _share_and_lse(m, total, sink):
     if sink is not None:
         share *= tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(sink - tl.where(empty, 0.0, lse))))
     return share, tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
+def _unpack(pairs, part: tl.constexpr, fp8: tl.constexpr, EMULATED: tl.constexpr):
+    """The lower (part 0) or the upper (1) e4m3fn values of pairs, in fp16: exact.
+
+    One byte permutation for four values and one conversion for two. Compilers make four times as many instructions of
+    shifts and masks.
+    """
+    if EMULATED:
+        return ((pairs >> (8 * part)) & 255).to(tl.uint8).to(fp8, bitcast=True).to(tl.float16)
+    else:
+        half: tl.constexpr = "high" if part == 1 else "low"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 sorted; .reg .b16 low, high; prmt.b32 sorted, $1, 0, 0x3120; mov.b32 {low, high}, sorted; "
+            "cvt.rn.f16x2.e4m3x2 $0, " + half + "; }",
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _part(
+    tile, part: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, PAIRS: tl.constexpr, EMULATED: tl.constexpr
+):
+    """A part of a tile of keys, as it is multiplied: of pairs the even or the odd columns, of others all."""
+    if PAIRS:
+        return _unpack(tile, part, fp8, EMULATED)
+    else:
+        return tile.to(dtype)
+
+
+@triton.jit
+def _query_parts(tile, rows: tl.constexpr, columns: tl.constexpr, PAIRS: tl.constexpr, EMULATED: tl.constexpr):
+    """A tile of the query [rows, columns] as a tuple of operands for the parts of a tile of keys."""
+    if PAIRS:
+        if tile.dtype == tl.float16 and not EMULATED:
+            # Hide where it comes from: next to a query that was fp8 the compiler lays out keys as if they were, too.
+            tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, is_pure=False, pack=2)
+        return tl.split(tl.reshape(tile, [rows, columns // 2, 2]))
+    else:
+        return (tile,)
 
 
 @triton.jit
@@ -164,32 +182,52 @@ def _load_rows(
     BLOCK_R: tl.constexpr,
     VECTOR: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """(latent, rope, scales) of a block of keys as stored, each a tuple.
 
     latent: GROUPS tiles [BLOCK_N, BLOCK_G]. rope: a tile [BLOCK_N, BLOCK_R], none if R is 0. scales: those of 656-byte
-    rows, a vector for each latent tile, 1 for a hole; none for other rows.
+    rows, a vector for each latent tile, 1 for a hole; none for other rows. PAIRS: tiles of fp8 values are half as wide,
+    two values in each element.
     """
     latent = ()
     rope = ()
     scales = ()
-    column = tl.arange(0, BLOCK_G)
+    if PAIRS:
+        stored = row.to(tl.pointer_type(tl.uint16))
+        PER: tl.constexpr = 2
+        NOTHING: tl.constexpr = 0
+    else:
+        stored = row
+        PER: tl.constexpr = 1
+        NOTHING: tl.constexpr = 0.0
+    column = tl.arange(0, BLOCK_G // PER)
     if VECTOR < 16:
         column = tl.max_contiguous(column, VECTOR)
     for g in tl.static_range(GROUPS):
-        wanted = valid[:, None] & (g * BLOCK_G + column < L)[None, :]
-        latent = latent + (tl.load(row[:, None] + (g * BLOCK_G + column)[None, :], mask=wanted, other=0.0),)
+        at = g * BLOCK_G // PER + column
+        wanted = valid[:, None] & (at < L // PER)[None, :]
+        latent = latent + (tl.load(stored[:, None] + at[None, :], mask=wanted, other=NOTHING),)
     if KV_FORMAT == DS_MLA:
-        first = (row + DS_MLA_SCALES_AT).to(tl.pointer_type(tl.float32))
-        for g in tl.static_range(GROUPS):
-            scales = scales + (tl.load(first + g * BLOCK_G // DS_MLA_GROUP, mask=valid, other=1.0),)
-    if R > 0:
-        column = tl.arange(0, BLOCK_R)
-        if KV_FORMAT == DS_MLA:
-            row = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+        first = row + DS_MLA_SCALES_AT
+        if PAIRS:  # scales in pairs, too: half as many small copies to shared memory
+            for i in tl.static_range(DS_MLA_GROUPS // 2):
+                both = tl.load(first.to(tl.pointer_type(tl.uint64)) + i, mask=valid, other=0x3F8000003F800000)
+                scales = scales + (both.to(tl.uint32).to(tl.float32, bitcast=True),)
+                scales = scales + ((both >> 32).to(tl.uint32).to(tl.float32, bitcast=True),)
         else:
-            row = row + L
-        rope = (tl.load(row[:, None] + column[None, :], mask=valid[:, None] & (column < R)[None, :], other=0.0),)
+            for i in tl.static_range(DS_MLA_GROUPS):
+                scales = scales + (tl.load(first.to(tl.pointer_type(tl.float32)) + i, mask=valid, other=1.0),)
+    if R > 0:
+        if KV_FORMAT == DS_MLA:
+            column = tl.arange(0, BLOCK_R)
+            wanted = valid[:, None] & (column < R)[None, :]
+            stored = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+            rope = (tl.load(stored[:, None] + column[None, :], mask=wanted, other=0.0),)
+        else:
+            column = tl.arange(0, BLOCK_R // PER)
+            wanted = valid[:, None] & (column < R // PER)[None, :]
+            rope = (tl.load(stored[:, None] + (L // PER + column)[None, :], mask=wanted, other=NOTHING),)
     return latent, rope, scales
 
 
@@ -198,21 +236,20 @@ def _convert(tile, unit, dtype: tl.constexpr):
     """fp8 → 16 bits, once for good.
 
     `unit` is 1, but the compiler does not know: of a bare conversion it makes one per product, of bytes that it has
-    first brought into the layout of that product's operand. None: it may.
+    first brought into the layout of that product's operand.
     """
-    if unit is None:
-        return tile.to(dtype)
-    else:
-        return tile.to(dtype) * (unit + tl.zeros([1, 1], tl.float32)).to(dtype)
+    return tile.to(dtype) * (unit + tl.zeros([1, 1], tl.float32)).to(dtype)
 
 
 @triton.jit
-def _convert_tiles(tiles, scales, unit, dtype: tl.constexpr, KV_FORMAT: tl.constexpr, GROUPS: tl.constexpr):
+def _convert_tiles(
+    tiles, scales, unit, dtype: tl.constexpr, KV_FORMAT: tl.constexpr, BLOCK_G: tl.constexpr, GROUPS: tl.constexpr
+):
     """fp8 tiles as 16-bit operands of both products; those of 656-byte rows with their scales, times LATENT_GAIN."""
     converted = ()
     for g in tl.static_range(GROUPS):
         if KV_FORMAT == DS_MLA:
-            tile = tiles[g].to(dtype) * (scales[g] * LATENT_GAIN).to(dtype)[:, None]
+            tile = tiles[g].to(dtype) * (scales[g * BLOCK_G // DS_MLA_GROUP] * LATENT_GAIN).to(dtype)[:, None]
         else:
             tile = _convert(tiles[g], unit, dtype)
         converted = converted + (tile,)
@@ -274,7 +311,6 @@ def sparse_mla_kernel(
     PV_FP8: tl.constexpr,
     NORMALIZE_Q: tl.constexpr,
     DENSE_CACHE: tl.constexpr,
-    KEYS_IN_ROWS: tl.constexpr,
     SPLIT_SUM: tl.constexpr,
     CONVERT: tl.constexpr,
     SLOTS_FIRST: tl.constexpr,
@@ -292,13 +328,13 @@ def sparse_mla_kernel(
     Q_FP8_MAX: 0, or round q to the cache's fp8, whose largest value this is. PV_FP8: multiply p · v in fp8 as well.
     NORMALIZE_Q: divide each row of q by a number so that it fits the type it is rounded to.
     DENSE_CACHE: slots at one pitch.
-    KEYS_IN_ROWS: keys in rows of the score tile, columns of the latent in rows of the accumulators.
     SPLIT_SUM: sum each group's scores on its own: a short chain of small matrix instructions each, instead of one long.
     VECTOR: latent values that a thread loads at once, at most 16 bytes of them. With 8 of fp8, stores of the converted
     ones (16 bytes) use all banks of shared memory at once; with 16 they use every other one.
-    CONVERT: where fp8 tiles are multiplied at 16 bits, 3 loads them one step ahead into registers, and converts them
-    once, after the step before theirs; 2 converts them once; 1 converts them once for the second product; 0 leaves it
-    to each product. Scales of 656-byte rows go into what is converted with 2 and 3, else into scores and weights.
+    CONVERT: where fp8 tiles are multiplied at 16 bits, 3 moves values in pairs and converts them for each product
+    (e4m3fn to fp16, on NVIDIA; rows and the end of their latent at multiples of 8 bytes); 2 converts tiles once;
+    1 converts them once for the second product; 0 leaves it to each product. Scales of 656-byte rows go into what is
+    converted with 2, else into scores and weights.
     SLOTS_FIRST: load the next slots before the rows of this step, not after them.
     PDL: see `launch_early`.
     """
@@ -310,9 +346,12 @@ def sparse_mla_kernel(
     split = tl.program_id(1)
     head = (pid % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = head < num_heads
-    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT < 2
-    SCALE_NOW: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT >= 2
-    KEY_AXIS: tl.constexpr = 0 if KEYS_IN_ROWS else 1
+    SCALE_NOW: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT == 2
+    SCALE_LATER: tl.constexpr = KV_FORMAT == DS_MLA and CONVERT != 2
+    PAIRS: tl.constexpr = CONVERT == 3
+    PARTS: tl.constexpr = 2 if PAIRS else 1
+    ROPE_PAIRS: tl.constexpr = PAIRS and KV_FORMAT != DS_MLA
+    ROPE_PARTS: tl.constexpr = 2 if ROPE_PAIRS else 1
     rope = tl.arange(0, BLOCK_R)
     key = tl.arange(0, BLOCK_N)
 
@@ -356,15 +395,14 @@ def sparse_mla_kernel(
     q_latent = ()
     for g in tl.static_range(GROUPS):
         q_group = _query_operand(q_groups[g], divisor, NORMALIZE_Q, DOT_TYPE, stored, Q_FP8_MAX, EMULATED)
-        q_latent = q_latent + (tl.trans(q_group) if KEYS_IN_ROWS else q_group,)
+        q_latent = q_latent + _query_parts(q_group, BLOCK_H, BLOCK_G, PAIRS, EMULATED)
     if R > 0:
         # The keys of 656-byte rows are bf16 here, in the model's own range; the divisor is a power of two then.
         rope_fp8_max: tl.constexpr = 0.0 if KV_FORMAT == DS_MLA else Q_FP8_MAX
         if SCALE_NOW:
             q_rope = q_rope.to(tl.float32) * LATENT_GAIN
         q_rope = _query_operand(q_rope, divisor, NORMALIZE_Q, ROPE_TYPE, stored, rope_fp8_max, EMULATED)
-        if KEYS_IN_ROWS:
-            q_rope = tl.trans(q_rope)
+        q_rope = _query_parts(q_rope, BLOCK_H, BLOCK_R, ROPE_PAIRS, EMULATED)
     if SCALE_NOW:
         value_scale = 1.0 / LATENT_GAIN
     elif kv_scale is not None:
@@ -374,101 +412,68 @@ def sparse_mla_kernel(
     score_scale *= value_scale
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    zero = tl.zeros([BLOCK_N, BLOCK_H] if KEYS_IN_ROWS else [BLOCK_H, BLOCK_N], tl.float32)
-    # With keys in rows their sum goes across warps: it is taken after the loop.
-    total = zero if KEYS_IN_ROWS else tl.zeros([BLOCK_H], tl.float32)
-    acc = _zero_tiles(BLOCK_G if KEYS_IN_ROWS else BLOCK_H, BLOCK_H if KEYS_IN_ROWS else BLOCK_G, tl.float32, GROUPS)
+    zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = _zero_tiles(BLOCK_H, BLOCK_G // PARTS, tl.float32, GROUPS * PARTS)
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, count)
     first = tl.maximum(first, skipped)
     # Slots are loaded one step ahead, so that a gather need not wait for them.
     slot = tl.load(row_indices + (first + key) * index_stride_k, mask=first + key < last, other=-1)
-    AHEAD: tl.constexpr = BLOCK_N if CONVERT == 3 else 0
-    if CONVERT == 3:
-        row, next_valid = _locate(
-            slot, first + key < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
-        )
-        latent, rope_part, scales = _load_rows(row, next_valid, L, R, BLOCK_G, GROUPS, BLOCK_R, VECTOR, KV_FORMAT)
-        next_kv = _convert_tiles(latent, scales, None, DOT_TYPE, KV_FORMAT, GROUPS)
-        if R > 0:
-            next_rope = rope_part[0].to(ROPE_TYPE)
-        entry = first + BLOCK_N + key
-        slot = tl.load(row_indices + entry * index_stride_k, mask=entry < last, other=-1)
     for start in range(first, last, BLOCK_N):
-        entry = start + AHEAD + key
-        row, loaded = _locate(
+        entry = start + key
+        row, valid = _locate(
             slot, entry < last, cache, num_slots, block_size, cache_stride_block, cache_stride_row, DENSE_CACHE
         )
         if SLOTS_FIRST:
             slot = _load_slots(row_indices, entry + BLOCK_N, last, index_stride_k)
-        latent, rope_part, scales = _load_rows(row, loaded, L, R, BLOCK_G, GROUPS, BLOCK_R, VECTOR, KV_FORMAT)
+        kv, k_rope, scales = _load_rows(row, valid, L, R, BLOCK_G, GROUPS, BLOCK_R, VECTOR, KV_FORMAT, PAIRS)
         if not SLOTS_FIRST:
             slot = _load_slots(row_indices, entry + BLOCK_N, last, index_stride_k)
-        if CONVERT == 3:
-            # Tiles that the loop carries go to shared memory as they are, once, for both products.
-            kv = next_kv
-            valid = next_valid
-            next_valid = loaded
-            if R > 0:
-                k_rope = next_rope
-        else:
-            kv = latent
-            valid = loaded
-            if CONVERT == 2:
-                kv = _convert_tiles(latent, scales, unit, DOT_TYPE, KV_FORMAT, GROUPS)
-            if R > 0:
-                k_rope = rope_part[0].to(ROPE_TYPE)
+        if CONVERT == 2:
+            kv = _convert_tiles(kv, scales, unit, DOT_TYPE, KV_FORMAT, BLOCK_G, GROUPS)
 
         scores = zero
         for g in tl.static_range(GROUPS):
-            keys = kv[g].to(DOT_TYPE)
+            group_scores = zero
+            for i in tl.static_range(PARTS):
+                q_part = q_latent[g * PARTS + i]
+                keys = _part(kv[g], i, DOT_TYPE, stored, PAIRS, EMULATED)
+                if SCALE_LATER:
+                    group_scores = _dot(q_part, tl.trans(keys), group_scores, EMULATED)
+                elif SPLIT_SUM:
+                    scores += _dot(q_part, tl.trans(keys), zero, EMULATED)
+                else:
+                    scores = _dot(q_part, tl.trans(keys), scores, EMULATED)
             if SCALE_LATER:
-                part = _query_times_keys(q_latent[g], keys, zero, KEYS_IN_ROWS, EMULATED)
-                scores += part * _per_key(scales[g], KEYS_IN_ROWS)
-            elif SPLIT_SUM:
-                scores += _query_times_keys(q_latent[g], keys, zero, KEYS_IN_ROWS, EMULATED)
-            else:
-                scores = _query_times_keys(q_latent[g], keys, scores, KEYS_IN_ROWS, EMULATED)
+                scores += group_scores * scales[g * BLOCK_G // DS_MLA_GROUP][None, :]
         if R > 0:
-            scores = _query_times_keys(q_rope, k_rope, scores, KEYS_IN_ROWS, EMULATED)
-        scores = tl.where(_per_key(valid, KEYS_IN_ROWS), scores, float("-inf"))
+            for i in tl.static_range(ROPE_PARTS):
+                keys = _part(k_rope[0], i, ROPE_TYPE, stored, ROPE_PAIRS, EMULATED)
+                scores = _dot(q_rope[i], tl.trans(keys), scores, EMULATED)
+        scores = tl.where(valid[None, :], scores, float("-inf"))
 
-        new_m = tl.maximum(m, tl.max(scores, KEY_AXIS) * score_scale)
+        new_m = tl.maximum(m, tl.max(scores, 1) * score_scale)
         safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # only holes so far
         alpha = tl.exp2(m - safe_m)
-        p = tl.exp2(scores * _per_head(score_scale, KEYS_IN_ROWS) - _per_head(safe_m, KEYS_IN_ROWS))
-        if KEYS_IN_ROWS:
-            total = total * alpha[None, :] + p
-        else:
-            total = total * alpha + tl.sum(p, 1)
+        p = tl.exp2(scores * score_scale[:, None] - safe_m[:, None])
+        total = total * alpha + tl.sum(p, 1)
         m = new_m
+        operand = _weight_operand(p, DOT_TYPE, Q_FP8_MAX, PV_FP8, EMULATED)
         new_acc = ()
         for g in tl.static_range(GROUPS):
-            weights = p
+            weights = operand
             if SCALE_LATER:
-                weights = p * _per_key(scales[g] * WEIGHT_GAIN, KEYS_IN_ROWS)
-            weights = _weight_operand(weights, DOT_TYPE, Q_FP8_MAX, PV_FP8, EMULATED)
-            if CONVERT == 1:
-                values = _convert(kv[g], unit, weights.dtype)
-            else:
-                values = kv[g].to(weights.dtype)
-            scaled_acc = acc[g] * _per_head(alpha, KEYS_IN_ROWS)
-            new_acc = new_acc + (_weights_times_values(weights, values, scaled_acc, KEYS_IN_ROWS, EMULATED),)
+                scale = (scales[g * BLOCK_G // DS_MLA_GROUP] * WEIGHT_GAIN).to(operand.dtype)
+                weights = operand * scale[None, :]
+            for i in tl.static_range(PARTS):
+                if CONVERT == 1:
+                    values = _convert(kv[g], unit, weights.dtype)
+                else:
+                    values = _part(kv[g], i, weights.dtype, stored, PAIRS, EMULATED)
+                new_acc = new_acc + (_dot(weights, values, acc[g * PARTS + i] * alpha[:, None], EMULATED),)
         acc = new_acc
-        if CONVERT == 3:
-            # In a branch, or the compiler converts before the second product, where the loads have not arrived, and
-            # keeps the converted tiles in twice the registers.
-            if start + BLOCK_N < last:
-                next_kv = _convert_tiles(latent, scales, None, DOT_TYPE, KV_FORMAT, GROUPS)
-                if R > 0:
-                    next_rope = rope_part[0].to(ROPE_TYPE)
-            else:
-                next_kv = _zero_tiles(BLOCK_N, BLOCK_G, DOT_TYPE, GROUPS)
-                if R > 0:
-                    next_rope = tl.zeros([BLOCK_N, BLOCK_R], ROPE_TYPE)
 
-    if KEYS_IN_ROWS:
-        total = tl.sum(total, 0)
     if attn_sink is not None:
         share, lse = _share_and_lse(m * LN_2, total, tl.load(attn_sink + head * sink_stride, mask=head_ok, other=0.0))
     else:
@@ -481,9 +486,11 @@ def sparse_mla_kernel(
     cell = (t * num_heads + head) * num_splits + split
     for g in tl.static_range(GROUPS):
         column = g * BLOCK_G + tl.arange(0, BLOCK_G)
-        result = acc[g] * _per_head(share, KEYS_IN_ROWS)
-        if KEYS_IN_ROWS:
-            result = tl.trans(result)
+        if PAIRS:
+            result = tl.interleave(acc[2 * g], acc[2 * g + 1])
+        else:
+            result = acc[g]
+        result *= share[:, None]
         tl.store(
             out + cell[:, None] * PITCH + column[None, :],
             cast(result, out.dtype.element_ty, EMULATED),
