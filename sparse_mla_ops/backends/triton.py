@@ -687,7 +687,8 @@ def sparse_mla_fwd(
         fp8_view=layout.dtype,
     )
     if splits > 1:
-        block_columns = min(128, block_latent)
+        # A warp joins so many columns that it has enough to do: threads add up columns of their own, nothing crosses.
+        block_columns = min(block_latent, 512 if splits <= 2 else 256 if splits <= 8 else 128)
         _launch(
             combine_splits_kernel,
             (rows * heads, triton.cdiv(kv_lora_rank, block_columns)),
@@ -704,6 +705,5 @@ def sparse_mla_fwd(
                 "BLOCK_L": block_columns,
                 "BLOCK_S": _power_of_two(splits),
             },
-            # In one warp each thread adds up columns of its own, and nothing crosses threads.
-            {"num_warps": 1 if splits <= 32 else 4, "enable_fp_fusion": True},
+            {"num_warps": 4 if splits > 32 else max(1, block_columns // 256), "enable_fp_fusion": True},
         )
