@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 import sys
 from importlib import resources
@@ -256,6 +257,25 @@ def test_best_of_the_head_counts_is_a_row_of_its_own():
     }
     bench._add_best_of(rows, "flashmla-h", "flashmla-best")
     assert (rows["flashmla-best"].us, rows["flashmla-best"].note) == (60.0, "is flashmla-h64")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not let a process choose its core")
+def test_host_time_is_that_of_the_least_disturbed_core(monkeypatch: pytest.MonkeyPatch):
+    allowed = os.sched_getaffinity(0)
+    cores = sorted(allowed)[:16]
+    now = [0.0]
+
+    def perf_counter() -> float:
+        (core,) = os.sched_getaffinity(0)
+        now[0] += 1e-3 * (1 + core)  # burst of 10 calls on core 0: 1 ms, on core 1: 2 ms
+        return now[0]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench.time, "perf_counter", perf_counter)
+    row = bench.measure_host(WriteShape("bf16", 1, 2, pool=128), 30.0, CPU)
+    assert row.us == pytest.approx(100.0 * (1 + cores[0]))
+    assert f"slowest of {len(cores)} cores {100.0 * (1 + cores[-1]):.1f} µs" in row.note
+    assert os.sched_getaffinity(0) == allowed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
