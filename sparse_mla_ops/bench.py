@@ -1037,7 +1037,7 @@ def candidates(shape_class: ShapeClass, current: Settings) -> list[Settings]:
         key: values
         for key, values in GRIDS[shape_class.kernel].items()
         if (key not in SPLIT_ONLY or shape_class.name.endswith(("-few", "-split")))
-        and (key not in CONVERTED_ONLY or shape_class.name.startswith(("fp8-", "fp8_unaligned-", "ds_mla-")))
+        and (key not in CONVERTED_ONLY or shape_class.name.startswith(("fp8-", "ds_mla-")))
     }
     current = {key: current[key] for key in grid}
     every = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]

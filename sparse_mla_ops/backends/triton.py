@@ -543,7 +543,7 @@ def _dots(q: Tensor, kv_cache: Tensor, layout: formats.KVLayout, dot_precision: 
             # The query is rounded to fp8, and the same products are taken in fp16, where they are exact: Hopper's small
             # matrix instructions have no fp8, and its large ones, which need 64 rows, are slower with these gathers.
             return _Dots("fp8" + suffix, torch.float16, torch.float16, normalize, fp8_max, False)
-        # Hopper's matrix units take no V of 8 bits as it is stored, AMD's do.
+        # NVIDIA's matrix units take no V of 8 bits as it is stored, AMD's do.
         return _Dots("fp8dot", layout.dtype, layout.dtype, normalize, fp8_max, arch_name.startswith("gfx"))
     # fp8 → fp16 is exact and one instruction for two values; bf16 and fp32 queries are scaled to fit it.
     normalize = q.dtype in (torch.bfloat16, torch.float32)
