@@ -186,9 +186,8 @@ def _load_rows(
 ):
     """(latent, rope, scales) of a block of keys as stored, each a tuple.
 
-    latent: GROUPS tiles [BLOCK_N, BLOCK_G]. rope: a tile [BLOCK_N, BLOCK_R], none if R is 0. scales: those of 656-byte
-    rows, a vector for each latent tile, 1 for a hole; none for other rows. PAIRS: tiles of fp8 values are half as wide,
-    two values in each element.
+    latent: GROUPS tiles [BLOCK_N, BLOCK_G]. rope: a tile [BLOCK_N, BLOCK_R], none if R is 0. scales: four vectors for
+    656-byte rows, 1 for a hole; none for others. PAIRS: tiles of fp8 values are half as wide, two values an element.
     """
     latent = ()
     rope = ()
@@ -211,8 +210,9 @@ def _load_rows(
     if KV_FORMAT == DS_MLA:
         first = row + DS_MLA_SCALES_AT
         if PAIRS:  # scales in pairs, too: half as many small copies to shared memory
+            ones: tl.constexpr = 0x3F8000003F800000  # two of 1.0
             for i in tl.static_range(DS_MLA_GROUPS // 2):
-                both = tl.load(first.to(tl.pointer_type(tl.uint64)) + i, mask=valid, other=0x3F8000003F800000)
+                both = tl.load(first.to(tl.pointer_type(tl.uint64)) + i, mask=valid, other=ones)
                 scales = scales + (both.to(tl.uint32).to(tl.float32, bitcast=True),)
                 scales = scales + ((both >> 32).to(tl.uint32).to(tl.float32, bitcast=True),)
         else:
