@@ -226,10 +226,13 @@ def _why_not_fp8(tensor: Tensor, *dtypes: torch.dtype | None) -> str | None:
     return None
 
 
+def _rows_begin_at_multiples(kv_cache: Tensor, of: int) -> bool:
+    """Of `of` bytes, in a cache whose elements are bytes."""
+    return all(n % of == 0 for n in (kv_cache.stride(0), kv_cache.stride(1), kv_cache.data_ptr()))
+
+
 def _why_not_kv_cache(kv_cache: Tensor, layout: formats.KVLayout) -> str | None:
-    if layout.kind == "fp8_ds_mla" and any(
-        n % 4 for n in (kv_cache.stride(0), kv_cache.stride(1), kv_cache.data_ptr())
-    ):
+    if layout.kind == "fp8_ds_mla" and not _rows_begin_at_multiples(kv_cache, 4):
         return "656-byte rows must begin at multiples of 4 bytes, for their fp32 scales"
     return _why_not_fp8(kv_cache, layout.dtype)
 
@@ -535,7 +538,7 @@ def _dots(q: Tensor, kv_cache: Tensor, layout: formats.KVLayout, dot_precision: 
         dtype = layout.dtype if layout.dtype == q.dtype else torch.float32
         return _Dots("fp32" if dtype == torch.float32 else "16bit", dtype, dtype, False, 0.0, False)
     # Settings may rely on rows that begin, and whose latent ends, at multiples of 16 bytes.
-    aligned = all(n % 16 == 0 for n in (layout.kv_lora_rank, kv_cache.data_ptr(), *kv_cache.stride()[:2]))
+    aligned = layout.kv_lora_rank % 16 == 0 and _rows_begin_at_multiples(kv_cache, 16)
     suffix = "" if aligned else "_unaligned"
     if dot_precision == "fp8" or (dot_precision is None and q.dtype in formats.FP8_MAX):
         normalize, fp8_max = q.dtype not in formats.FP8_MAX, formats.FP8_MAX[layout.dtype]
@@ -573,8 +576,10 @@ def plan_splits(rows: int, heads: int, keys: int, device: Device, dots: str) -> 
     programs = rows * triton.cdiv(heads, block_heads)
     if programs * 8 <= device.multiprocessors:
         kind = "few"
+    elif programs < device.multiprocessors:
+        kind = "split"
     else:
-        kind = "split" if programs < device.multiprocessors else "whole"
+        kind = "whole"
     settings = tuned.settings(device.arch, "sparse_mla_fwd", f"{dots}-h{block_heads}-{kind}")
     splits = 1
     if kind != "whole":

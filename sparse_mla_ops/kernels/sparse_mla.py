@@ -131,7 +131,7 @@ def _part(
 def _query_parts(tile, rows: tl.constexpr, columns: tl.constexpr, PAIRS: tl.constexpr, EMULATED: tl.constexpr):
     """A tile of the query [rows, columns] as a tuple of operands for the parts of a tile of keys."""
     if PAIRS:
-        if tile.dtype == tl.float16 and not EMULATED:
+        if not EMULATED:
             # Hide where it comes from: next to a query that was fp8 the compiler lays out keys as if they were, too.
             tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, is_pure=False, pack=2)
         return tl.split(tl.reshape(tile, [rows, columns // 2, 2]))
@@ -195,39 +195,38 @@ def _load_rows(
     if PAIRS:
         stored = row.to(tl.pointer_type(tl.uint16))
         PER: tl.constexpr = 2
-        NOTHING: tl.constexpr = 0
     else:
         stored = row
         PER: tl.constexpr = 1
-        NOTHING: tl.constexpr = 0.0
     column = tl.arange(0, BLOCK_G // PER)
     if VECTOR < 16:
         column = tl.max_contiguous(column, VECTOR)
     for g in tl.static_range(GROUPS):
         at = g * BLOCK_G // PER + column
         wanted = valid[:, None] & (at < L // PER)[None, :]
-        latent = latent + (tl.load(stored[:, None] + at[None, :], mask=wanted, other=NOTHING),)
+        latent = latent + (tl.load(stored[:, None] + at[None, :], mask=wanted, other=0.0),)
     if KV_FORMAT == DS_MLA:
-        first = row + DS_MLA_SCALES_AT
+        scale = row + DS_MLA_SCALES_AT
         if PAIRS:  # scales in pairs, too: half as many small copies to shared memory
             ones: tl.constexpr = 0x3F8000003F800000  # two of 1.0
             for i in tl.static_range(DS_MLA_GROUPS // 2):
-                both = tl.load(first.to(tl.pointer_type(tl.uint64)) + i, mask=valid, other=ones)
+                both = tl.load(scale.to(tl.pointer_type(tl.uint64)) + i, mask=valid, other=ones)
                 scales = scales + (both.to(tl.uint32).to(tl.float32, bitcast=True),)
                 scales = scales + ((both >> 32).to(tl.uint32).to(tl.float32, bitcast=True),)
         else:
             for i in tl.static_range(DS_MLA_GROUPS):
-                scales = scales + (tl.load(first.to(tl.pointer_type(tl.float32)) + i, mask=valid, other=1.0),)
+                scales = scales + (tl.load(scale.to(tl.pointer_type(tl.float32)) + i, mask=valid, other=1.0),)
     if R > 0:
         if KV_FORMAT == DS_MLA:
-            column = tl.arange(0, BLOCK_R)
-            wanted = valid[:, None] & (column < R)[None, :]
             stored = (row + DS_MLA_ROPE_AT).to(tl.pointer_type(tl.bfloat16))
-            rope = (tl.load(stored[:, None] + column[None, :], mask=wanted, other=0.0),)
+            first: tl.constexpr = 0
+            ROPE_PER: tl.constexpr = 1
         else:
-            column = tl.arange(0, BLOCK_R // PER)
-            wanted = valid[:, None] & (column < R // PER)[None, :]
-            rope = (tl.load(stored[:, None] + (L // PER + column)[None, :], mask=wanted, other=NOTHING),)
+            first: tl.constexpr = L // PER
+            ROPE_PER: tl.constexpr = PER
+        column = tl.arange(0, BLOCK_R // ROPE_PER)
+        wanted = valid[:, None] & (column < R // ROPE_PER)[None, :]
+        rope = (tl.load(stored[:, None] + (first + column)[None, :], mask=wanted, other=0.0),)
     return latent, rope, scales
 
 
@@ -254,15 +253,6 @@ def _convert_tiles(
             tile = _convert(tiles[g], unit, dtype)
         converted = converted + (tile,)
     return converted
-
-
-@triton.jit
-def _zero_tiles(rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, GROUPS: tl.constexpr):
-    """GROUPS tiles of zeros, each rows × columns."""
-    tiles = ()
-    for _ in tl.static_range(GROUPS):
-        tiles = tiles + (tl.zeros([rows, columns], dtype),)
-    return tiles
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -414,7 +404,9 @@ def sparse_mla_kernel(
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = _zero_tiles(BLOCK_H, BLOCK_G // PARTS, tl.float32, GROUPS * PARTS)
+    acc = ()
+    for _ in tl.static_range(GROUPS * PARTS):
+        acc = acc + (tl.zeros([BLOCK_H, BLOCK_G // PARTS], tl.float32),)
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, count)
     first = tl.maximum(first, skipped)
